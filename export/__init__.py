@@ -1,0 +1,35 @@
+"""Bytes on disk, both ways: quantized tensors, checkpoints and the formats that engines load.
+
+`FORMATS` is the registry. A format's module is imported when it is first used, so that importing this package costs
+nothing.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A format: the functions `read` and `write` of a module."""
+
+    module: str
+
+    @property
+    def read(self) -> Callable[..., Any]:
+        """read(path) -> Checkpoint, whose weights are read on access."""
+        return importlib.import_module(self.module).read
+
+    @property
+    def write(self) -> Callable[..., None]:
+        """write(checkpoint, path, **options); for a folder format `path` is an empty folder or none yet."""
+        return importlib.import_module(self.module).write
+
+
+FORMATS = {
+    "safetensors": Format("export.safetensors"),
+    "compressed-tensors": Format("export.compressed_tensors"),
+    "gguf": Format("export.gguf"),
+    "orbax": Format("export.orbax"),
+}
