@@ -18,12 +18,12 @@ class Format:
 
     @property
     def read(self) -> Callable[..., Any]:
-        """read(path) -> Checkpoint, whose weights are read on access."""
+        """From a path to a `Checkpoint`, whose weights are read on access."""
         return importlib.import_module(self.module).read
 
     @property
     def write(self) -> Callable[..., None]:
-        """write(checkpoint, path, **options); for a folder format `path` is an empty folder or none yet."""
+        """From a `Checkpoint` and a path, for a folder format an empty folder or none yet; options are the format's."""
         return importlib.import_module(self.module).write
 
 

@@ -4,7 +4,7 @@ Letters: L stacked layers (or none), O outputs, I inputs, G groups of `group_siz
 """
 
 import dataclasses
-from functools import partial
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,6 @@ class QuantSpec:
         return 1 << self.bits
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["packed", "scale", "zero"], meta_fields=["spec"]
-)
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
     """A weight [*L, O, I] as unsigned codes q, one scale s and one zero z a group: w = (q - z) * s.
@@ -50,9 +47,9 @@ class QuantizedTensor:
       spec: static.
     """
 
-    packed: UInt8[Array, "*L O P"]
-    scale: Float[Array, "*L O G"]
-    zero: UInt8[Array, "*L O G"] | None
+    packed: UInt8[Array | np.ndarray, "*L O P"]
+    scale: Float[Array | np.ndarray, "*L O G"]
+    zero: UInt8[Array | np.ndarray, "*L O G"] | None
     spec: QuantSpec
 
     @property
@@ -70,11 +67,11 @@ class QuantizedTensor:
         zeros = 0 if self.zero is None else -(-self.zero.size * self.spec.bits // 8)
         return self.packed.nbytes + self.scale.nbytes + zeros
 
-    def codes(self) -> UInt8[Array, "*L O I"]:
+    def codes(self) -> UInt8[Array | np.ndarray, "*L O I"]:
         """The codes, one a byte."""
         return unpack(self.packed, self.spec.bits)
 
-    def dequantize(self, dtype=jnp.float32) -> Float[Array, "*L O I"]:
+    def dequantize(self, dtype=jnp.float32) -> Float[Array | np.ndarray, "*L O I"]:
         """The weight, computed in float32 and rounded once to `dtype`."""
         q = self.codes().astype(jnp.float32).reshape(*self.scale.shape, self.spec.group_size)
         z = self.spec.levels // 2 if self.zero is None else self.zero[..., None].astype(jnp.float32)
@@ -82,17 +79,32 @@ class QuantizedTensor:
         return w.reshape(self.shape).astype(dtype)
 
 
+def _flatten(tensor: QuantizedTensor) -> tuple[tuple, QuantSpec]:
+    return tuple((jax.tree_util.GetAttrKey(name), getattr(tensor, name)) for name in _ARRAYS), tensor.spec
+
+
+def _unflatten(spec: QuantSpec, leaves: Iterable) -> QuantizedTensor:
+    # JAX puts shapes, shardings and bare objects in the leaves' places, so the constructor's checks are passed by.
+    tensor = object.__new__(QuantizedTensor)
+    for name, value in zip((*_ARRAYS, "spec"), (*leaves, spec)):
+        object.__setattr__(tensor, name, value)
+    return tensor
+
+
+_ARRAYS = ("packed", "scale", "zero")
+jax.tree_util.register_pytree_with_keys(QuantizedTensor, _flatten, _unflatten)
+
 Weights = dict[str, Array | np.ndarray | QuantizedTensor]
 
 
-def pack(codes: UInt8[Array, "*L I"], bits: int) -> UInt8[Array, "*L P"]:
+def pack(codes: UInt8[Array | np.ndarray, "*L I"], bits: int) -> UInt8[Array | np.ndarray, "*L P"]:
     """Put codes side by side into bytes, low nibble first; 8-bit codes are bytes already. NumPy in, NumPy out."""
     if bits == 8:
         return codes
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def unpack(packed: UInt8[Array, "*L P"], bits: int) -> UInt8[Array, "*L I"]:
+def unpack(packed: UInt8[Array | np.ndarray, "*L P"], bits: int) -> UInt8[Array | np.ndarray, "*L I"]:
     """Undo `pack`."""
     if bits == 8:
         return packed
