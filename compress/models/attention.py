@@ -1,0 +1,125 @@
+"""Rotary positions, masks and grouped-query attention.
+
+Letters: B batch, T queries, S keys, H heads, K key-value heads, D model, E head dimension.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from compress.models.config import DecoderConfig
+from compress.models.linear import Linear, RMSNorm
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["keys", "values", "start"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """Keys and values of one layer; the next token is written at slot `start`."""
+
+    keys: Float[Array, "B S K E"]
+    values: Float[Array, "B S K E"]
+    start: Int[Array, ""]
+
+    def append(self, k, v) -> "LayerCache":
+        at = (0, self.start, 0, 0)
+        put = jax.lax.dynamic_update_slice
+        return LayerCache(put(self.keys, k, at), put(self.values, v, at), self.start)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin", "mask", "cache"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What a layer's attention may see: rotary tables, the mask, and a cache when decoding."""
+
+    cos: Float[Array, "B T F"]
+    sin: Float[Array, "B T F"]
+    mask: Bool[Array, "B T S"]
+    cache: LayerCache | None = None
+
+
+def rotate(x: Float[Array, "B T H E"], cos: Float[Array, "B T F"], sin: Float[Array, "B T F"]) -> Array:
+    """Rotate the pairs (i, i + E/2) of each head (RoFormer, arXiv:2104.09864, eq. 34, in Hugging Face's pairing)."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def visible(
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"],
+    key_segments: Int[Array, "B S"],
+) -> Bool[Array, "B T S"]:
+    """A token sees those of its own segment that are not behind it in position; segment 0 is padding.
+
+    Padding sees padding, so that no row of the softmax is empty.
+    """
+    same = segments[:, :, None] == key_segments[:, None, :]
+    return same & (key_positions[:, None, :] <= positions[:, :, None])
+
+
+def attend(
+    q: Float[Array, "B T H E"],
+    k: Float[Array, "B S K E"],
+    v: Float[Array, "B S K E"],
+    mask: Bool[Array, "B T S"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "B T H E"]:
+    """Softmax attention with H / K queries a key, scores and softmax in float32.
+
+    With `softcap` c the scores are `c * tanh(scores / c)` before the mask (Gemma 2, arXiv:2408.00118, section 2).
+    """
+    batch, time, heads, size = q.shape
+    q = q.reshape(batch, time, k.shape[2], heads // k.shape[2], size)
+    scores = jnp.einsum("btkge,bske->bkgts", q, k, preferred_element_type=jnp.float32) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bske->btkge", weights, v).reshape(batch, time, heads, size)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention; `qk_norm` normalizes each head's queries and keys before the rotation."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ):
+        head_dim, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = Linear(config.hidden_size, heads * head_dim, bias=bias)
+        self.k_proj = Linear(config.hidden_size, kv_heads * head_dim, bias=bias)
+        self.v_proj = Linear(config.hidden_size, kv_heads * head_dim, bias=bias)
+        self.o_proj = Linear(heads * head_dim, config.hidden_size, bias=output_bias)
+        norm = partial(RMSNorm, head_dim, config.rms_norm_eps, config.norm_offset)
+        self.q_norm = norm() if qk_norm else None
+        self.k_norm = norm() if qk_norm else None
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.softcap = softcap
+
+    def __call__(self, x: Float[Array, "B T D"], sight: Sight) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        q, k, v = (
+            project(x).reshape(*x.shape[:2], -1, self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, sight.cos, sight.sin), rotate(k, sight.cos, sight.sin)
+        cache = None
+        if sight.cache is not None:
+            cache = sight.cache.append(k, v)
+            k, v = cache.keys, cache.values
+        seen = attend(q, k, v, sight.mask, scale=self.scale, softcap=self.softcap)
+        return self.o_proj(seen.reshape(*x.shape[:2], -1)), cache

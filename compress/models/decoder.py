@@ -1,0 +1,289 @@
+"""A decoder over stacked weights: embed, scan the blocks, norm, project to logits.
+
+Letters: B batch, T time, S cache slots, V vocabulary, D model, L layers, F half of the head dimension.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from compress.models.attention import LayerCache, Sight, visible
+from compress.models.config import DecoderConfig
+from compress.models.linear import RMSNorm, bind, dense, rows
+from export.quantized import QuantizedTensor, Weights
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["rest", "layers"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """Weights laid out for the scan.
+
+    Attributes:
+      rest: embedding, final norm and head, by tensor name.
+      layers: segments in order; in each, names within a layer -> leaves with a leading axis over its layers.
+    """
+
+    rest: dict
+    layers: list[dict]
+
+
+@cache
+def block_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of one layer's tensors by their names within the layer."""
+    state = nnx.state(config.block(), nnx.Param)
+    return {".".join(map(str, path)): leaf.get_value().shape for path, leaf in nnx.to_flat_state(state)}
+
+
+def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors by their Hugging Face names."""
+    result = {EMBEDDING: (config.vocab_size, config.hidden_size), FINAL_NORM: (config.hidden_size,)}
+    for layer in range(config.num_hidden_layers):
+        result |= {f"model.layers.{layer}.{name}": shape for name, shape in block_shapes(config).items()}
+    if not config.tie_word_embeddings:
+        result[HEAD] = (config.vocab_size, config.hidden_size)
+    return result
+
+
+def linears(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the blocks' linear weights: what is quantized and what takes adapters."""
+    return {name: shape for name, shape in shapes(config).items() if LAYER.fullmatch(name) and len(shape) == 2}
+
+
+def init(config: DecoderConfig, key: Key[Array, ""], dtype=jnp.float32) -> Weights:
+    """Fresh weights: matrices from a normal of deviation 0.02, those that write to the residual stream scaled by
+    1 / sqrt(2 L) (GPT-2), biases zero, norms one."""
+    weights: Weights = {}
+    for index, (name, shape) in enumerate(shapes(config).items()):
+        if len(shape) == 2:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            deviation = 0.02 / (2 * config.num_hidden_layers) ** 0.5 if residual else 0.02
+            value = deviation * jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)
+        else:
+            value = jnp.full(shape, 1 - config.norm_offset if name.endswith("norm.weight") else 0.0)
+        weights[name] = value.astype(dtype)
+    return weights
+
+
+def structure(leaf) -> tuple:
+    """What must agree for two layers' tensors to be stacked."""
+    spec = leaf.spec if isinstance(leaf, QuantizedTensor) else None
+    return (tuple(leaf.shape), str(jax.tree.leaves(leaf)[0].dtype), spec)
+
+
+def stack(config: DecoderConfig, weights: Weights) -> Stacked:
+    """Stack runs of consecutive layers that agree in names, shapes, dtypes and quantization.
+
+    Adapters ("...q_proj.lora_A") may be among the weights; `partition` takes them out again.
+    """
+    rest: dict = {}
+    by_layer: list[dict] = [{} for _ in range(config.num_hidden_layers)]
+    for name, value in weights.items():
+        match = LAYER.fullmatch(name)
+        if match is None:
+            rest[name] = jax.tree.map(jnp.asarray, value)
+        else:
+            by_layer[int(match[1])][match[2]] = value
+    runs: list[list[dict]] = []
+    for layer in by_layer:
+        alike = runs and {n: structure(v) for n, v in runs[-1][0].items()} == {
+            n: structure(v) for n, v in layer.items()
+        }
+        if alike:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return Stacked(rest, [jax.tree.map(lambda *leaves: jnp.stack(leaves), *run) for run in runs])
+
+
+def unstack(config: DecoderConfig, stacked: Stacked) -> Weights:
+    """Undo `stack`."""
+    weights: Weights = dict(stacked.rest)
+    first = 0
+    for segment in stacked.layers:
+        length = depth(segment)
+        for offset in range(length):
+            layer = jax.tree.map(lambda leaf, at=offset: leaf[at], segment)
+            weights |= {f"model.layers.{first + offset}.{name}": value for name, value in layer.items()}
+        first += length
+    return weights
+
+
+def depth(segment: dict) -> int:
+    """Number of layers in a segment."""
+    return jax.tree.leaves(segment)[0].shape[0]
+
+
+def partition(stacked: Stacked, chosen: Callable[[str], bool]) -> tuple[Stacked, Stacked]:
+    """Split by name into (chosen, others); `combine` puts them together again."""
+
+    def part(keep: bool) -> Stacked:
+        pick = lambda named: {name: leaf for name, leaf in named.items() if chosen(name) is keep}  # noqa: E731
+        return Stacked(pick(stacked.rest), [pick(segment) for segment in stacked.layers])
+
+    return part(True), part(False)
+
+
+def combine(a: Stacked, b: Stacked) -> Stacked:
+    """Both parts' tensors, segment by segment; of two with one name, b's."""
+    return Stacked(a.rest | b.rest, [x | y for x, y in zip(a.layers, b.layers, strict=True)])
+
+
+def layer_data(config: DecoderConfig) -> tuple[Float[np.ndarray, "L F"], Int[np.ndarray, " L"]]:
+    """What differs from layer to layer and is scanned along: RoPE frequencies and windows."""
+    unlimited = np.iinfo(np.int32).max
+    windows = np.array([unlimited if window is None else window for window in config.windows], np.int32)
+    return config.frequencies, windows
+
+
+def embed(config: DecoderConfig, stacked: Stacked, tokens: Int[Array, "B T"], dtype) -> Float[Array, "B T D"]:
+    """Embedded tokens, scaled where the family scales them (the scale is rounded to `dtype`, as in training)."""
+    x = rows(stacked.rest[EMBEDDING], tokens, dtype)
+    return x if config.embedding_scale == 1.0 else x * jnp.asarray(config.embedding_scale, dtype)
+
+
+def run_block(config: DecoderConfig, weights: dict, x, data, view, cache=None) -> tuple[nnx.Module, tuple]:
+    """Run one layer: `data` is its (frequencies, window), `view` is (positions, key positions, mask)."""
+    frequencies, window = data
+    positions, key_positions, mask = view
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    near = positions[:, :, None] - key_positions[:, None, :] < window
+    sight = Sight(jnp.cos(angles), jnp.sin(angles), mask & near, cache)
+    block = bind(config.block(), weights)
+    return block, block(x, sight)
+
+
+def run_layers(config: DecoderConfig, stacked: Stacked, x, view, caches=None, *, remat: bool = False):
+    """Scan all segments; caches, if given, are stacked over all layers and come back updated."""
+    frequencies, windows = layer_data(config)
+    updated: list = []
+    first = 0
+
+    def body(x, scanned):
+        weights, data, cache = scanned
+        _, (x, cache) = run_block(config, weights, x, data, view, cache)
+        return x, cache
+
+    body = jax.checkpoint(body) if remat else body
+    for segment in stacked.layers:
+        at = slice(first, first + depth(segment))
+        cache = None if caches is None else jax.tree.map(lambda leaf, at=at: leaf[at], caches)
+        x, cache = jax.lax.scan(body, x, (segment, (frequencies[at], windows[at]), cache))
+        updated.append(cache)
+        first = at.stop
+    if caches is None:
+        return x, None
+    return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *updated)
+
+
+def final_norm(config: DecoderConfig, stacked: Stacked, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+    return bind(norm, {"weight": stacked.rest[FINAL_NORM]})(x)
+
+
+def hidden_states(
+    config: DecoderConfig,
+    stacked: Stacked,
+    tokens: Int[Array, "B T"],
+    *,
+    positions: Int[Array, "B T"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    remat: bool = False,
+) -> Float[Array, "B T D"]:
+    """Hidden states after the final norm, in the dtype of the final norm's weight.
+
+    Tokens attend causally within equal `segments` (default: one segment a row); 0 is padding. `positions` default to
+    0 .. T-1. With `remat` the backward pass recomputes each block instead of keeping its insides.
+    """
+    batch, time = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(time), (batch, time)) if positions is None else positions
+    segments = jnp.ones((batch, time), jnp.int32) if segments is None else segments
+    x = embed(config, stacked, tokens, stacked.rest[FINAL_NORM].dtype)
+    view = (positions, positions, visible(positions, segments, positions, segments))
+    x, _ = run_layers(config, stacked, x, view, remat=remat)
+    return final_norm(config, stacked, x)
+
+
+def head(config: DecoderConfig, stacked: Stacked) -> Array | QuantizedTensor:
+    """The output projection [V, D]: the embedding when tied."""
+    return stacked.rest[EMBEDDING if config.tie_word_embeddings else HEAD]
+
+
+def project(config: DecoderConfig, hidden: Float[Array, "*N D"], weight: Float[Array, "V D"]) -> Float[Array, "*N V"]:
+    """Logits in float32 from hidden states and a dense head, soft cap included."""
+    logits = jnp.matmul(hidden, weight.T.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    cap = config.logit_softcap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def logits(config: DecoderConfig, stacked: Stacked, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
+    """Logits in float32, soft cap included."""
+    return project(config, hidden, dense(head(config, stacked), hidden.dtype))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["layers", "positions", "segments", "start"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of all layers, and where each slot's token stands; segment 0 is an empty slot.
+
+    Attributes:
+      layers: `LayerCache` whose leaves have a leading axis L.
+      positions, segments: int32 [B, S].
+      start: int32 [], the next free slot.
+    """
+
+    layers: LayerCache
+    positions: Int[Array, "B S"]
+    segments: Int[Array, "B S"]
+    start: Int[Array, ""]
+
+
+def empty_cache(config: DecoderConfig, batch: int, slots: int, dtype=jnp.float32) -> Cache:
+    """A cache for `slots` tokens a row."""
+    layers = config.num_hidden_layers
+    room = jnp.zeros((layers, batch, slots, config.num_key_value_heads, config.head_dim), dtype)
+    nothing = jnp.zeros((batch, slots), jnp.int32)
+    return Cache(LayerCache(room, room, jnp.zeros(layers, jnp.int32)), nothing, nothing, jnp.int32(0))
+
+
+def extend(
+    config: DecoderConfig,
+    stacked: Stacked,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+) -> tuple[Float[Array, "B T D"], Cache]:
+    """Run T more tokens a row against the cache: hidden states after the final norm, and the longer cache.
+
+    Rows of unequal length are padded with segment 0. The caller sees to it that the slots suffice.
+    """
+    batch, time = tokens.shape
+    put = partial(jax.lax.dynamic_update_slice, start_indices=(0, cache.start))
+    key_positions, key_segments = put(cache.positions, positions), put(cache.segments, segments)
+    x = embed(config, stacked, tokens, stacked.rest[FINAL_NORM].dtype)
+    view = (positions, key_positions, visible(positions, segments, key_positions, key_segments))
+    starts = jnp.broadcast_to(cache.start, (config.num_hidden_layers,))
+    layers = dataclasses.replace(cache.layers, start=starts)
+    x, layers = run_layers(config, stacked, x, view, layers)
+    return final_norm(config, stacked, x), Cache(layers, key_positions, key_segments, cache.start + time)
+
+
+def iterate_blocks(config: DecoderConfig, weights: Weights) -> Iterator[tuple[int, dict]]:
+    """The layers one by one: (index, names within the layer -> tensors)."""
+    by_layer: list[dict] = [{} for _ in range(config.num_hidden_layers)]
+    for name, value in weights.items():
+        if match := LAYER.fullmatch(name):
+            by_layer[int(match[1])][match[2]] = value
+    yield from enumerate(by_layer)

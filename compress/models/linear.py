@@ -1,0 +1,99 @@
+"""Linear layers, norms and embeddings over dense or quantized weights, with or without adapters.
+
+Letters: B batch, T time, I inputs, O outputs, R adapter rank.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from export.quantized import QuantizedTensor
+
+
+def slot(*shape: int) -> nnx.Param:
+    """A place for a weight of this shape; `bind` puts the weight there."""
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def bind(module: nnx.Module, weights: dict) -> nnx.Module:
+    """Put each weight where its dotted name says, as in `self_attn.q_proj.weight`.
+
+    The module is made afresh inside each trace, so that nothing is shared between traces.
+    """
+    for name, value in weights.items():
+        *path, leaf = name.split(".")
+        target = module
+        for step in path:
+            target = getattr(target, step)
+        setattr(target, leaf, nnx.Param(value))
+    return module
+
+
+def dense(weight: Array | QuantizedTensor, dtype) -> Array:
+    """The weight as an array of `dtype`."""
+    return weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.astype(dtype)
+
+
+def rows(weight: Array | QuantizedTensor, ids: Int[Array, "..."], dtype) -> Float[Array, "... I"]:
+    """Rows of a weight [O, I]; of a quantized one only those asked for are dequantized."""
+    if isinstance(weight, QuantizedTensor):
+        zero = None if weight.zero is None else weight.zero[ids]
+        return dataclasses.replace(weight, packed=weight.packed[ids], scale=weight.scale[ids], zero=zero).dequantize(
+            dtype
+        )
+    return weight[ids].astype(dtype)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["keys", "rate"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """Dropout of an adapter's input: one key a row, so that how rows are batched never changes what is dropped."""
+
+    keys: Key[Array, " *B"]
+    rate: Float[Array, ""]
+
+    def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T I"]:
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, x.shape[1:]))(self.keys)
+        return jnp.where(keep, x / (1 - self.rate).astype(x.dtype), 0)
+
+
+class Linear(nnx.Module):
+    """`y = x W^T + b`, plus `B A dropout(x)` where adapters are bound (LoRA, arXiv:2106.09685, eq. 3).
+
+    The scale alpha / rank is already in B. The input is kept as an `nnx.Intermediate`, which costs nothing unless
+    the caller of the block asks for it (calibration does).
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False):
+        self.weight = slot(outputs, inputs)
+        self.bias = slot(outputs) if bias else None
+        self.lora_A = self.lora_B = self.lora_dropout = None
+
+    def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
+        self.input = nnx.Intermediate(x)
+        y = x @ dense(self.weight.get_value(), x.dtype).T
+        if self.bias is not None:
+            y = y + self.bias.get_value().astype(x.dtype)
+        if self.lora_A is not None:
+            dropped = x if self.lora_dropout is None else self.lora_dropout.get_value()(x)
+            low = dropped @ self.lora_A.get_value().astype(x.dtype).T
+            y = y + low @ self.lora_B.get_value().astype(x.dtype).T
+        return y
+
+
+class RMSNorm(nnx.Module):
+    """`x / sqrt(mean(x^2) + eps) * (offset + w)` over the last axis, in float32 (arXiv:1910.07467, eq. 4)."""
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0):
+        self.weight = slot(size)
+        self.eps = eps
+        self.offset = offset
+
+    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... I"]:
+        f = x.astype(jnp.float32)
+        normed = f * jax.lax.rsqrt(jnp.mean(f * f, axis=-1, keepdims=True) + self.eps)
+        return (normed * (self.offset + self.weight.get_value().astype(jnp.float32))).astype(x.dtype)
