@@ -47,7 +47,12 @@ class Scheme:
 
 
 def write(
-    checkpoint: Checkpoint, path: str | os.PathLike, *, dtype: str | None = None, shard_limit: int = SHARD_LIMIT
+    checkpoint: Checkpoint,
+    path: str | os.PathLike,
+    *,
+    dtype: str | None = None,
+    pack_embedding: bool = False,
+    shard_limit: int = SHARD_LIMIT,
 ) -> None:
     """Write a quantized folder. Reading it back gives the same codes, scales and zero points, bit for bit.
 
@@ -55,22 +60,24 @@ def write(
       checkpoint: at least one of its weights is quantized.
       path: a folder, empty or not there yet.
       dtype: of the tensors that are not quantized. Engines keep one dtype for all, so it is the scales'.
+      pack_embedding: keep a quantized embedding so. We read that and transformers 5.24 does not, so unless told
+        otherwise an embedding is written dequantized.
       shard_limit: bytes of a file.
 
     Raises:
-      ArtifactError: nothing is quantized, scales of several dtypes, or a dtype that is not theirs.
+      ArtifactError: nothing (else) is quantized, scales of several dtypes, or a dtype that is not theirs.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     specs: dict[str, QuantSpec] = {}
     linears: set[str] = set()
-    dtype = dtype or _scale_dtype(checkpoint)
+    dtype = dtype or _scale_dtype(checkpoint, pack_embedding)
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         for name in checkpoint.weights:
             value = checkpoint.weights[name]
             module = name.removesuffix(".weight")
-            if isinstance(value, QuantizedTensor):
+            if isinstance(value, QuantizedTensor) and (pack_embedding or not _is_embedding(module)):
                 _check_writable(name, value, dtype)
                 specs[module] = value.spec
                 yield from _parts(module, host(value)).items()
@@ -80,17 +87,19 @@ def write(
             yield name, to_numpy(name, value, dtype)
 
     write_tensors(folder, tensors(), shard_limit)
+    if not specs:
+        raise ArtifactError("no tensor is quantized: quantize first, or write safetensors")
     if "lm_head.weight" not in checkpoint.weights:
         linears.add("lm_head")  # tied: an engine has the module all the same
     write_config(checkpoint, folder, dtype, quantization_config=_describe(specs, linears))
 
 
-def _scale_dtype(checkpoint: Checkpoint) -> str:
+def _scale_dtype(checkpoint: Checkpoint, pack_embedding: bool) -> str:
     for name in checkpoint.weights:
         value = checkpoint.weights[name]
-        if isinstance(value, QuantizedTensor):
+        if isinstance(value, QuantizedTensor) and (pack_embedding or not _is_embedding(name.removesuffix(".weight"))):
             return value.spec.scale_dtype
-    raise ArtifactError("no tensor is quantized: quantize first, or write safetensors")
+    return "bfloat16"
 
 
 def _check_writable(name: str, tensor: QuantizedTensor, dtype: str) -> None:
