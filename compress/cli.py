@@ -1,0 +1,332 @@
+"""The command line: resolve settings, call the stage, print what it returns. Work is imported only where it is done."""
+
+import errno
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+if TYPE_CHECKING:
+    from compress.schema import Recipe
+    from compress.settings import Common
+
+# A bug is not a verdict: 1 says that the gate failed, so a traceback exits with sysexits' EX_SOFTWARE.
+BUG = 70
+
+
+class Stage(NamedTuple):
+    """A command that runs one stage.
+
+    Attributes:
+      function: `module:function`, called with (settings, common); what it returns is printed, and an `exit_code` in
+        it becomes the exit code.
+      out: what --out names; None where there is no --out.
+      needs_out: whether a run without --out is refused.
+      help: what the command does; its first sentence stands in the list of commands.
+      examples: command lines for the end of the help.
+    """
+
+    function: str
+    out: str | None
+    needs_out: bool
+    help: str
+    examples: tuple[str, ...]
+
+
+STAGES = {
+    "distill": Stage(
+        "compress.distill.stage:run",
+        "DIR",
+        True,
+        "Teach a smaller model to predict as its teacher does.",
+        (
+            "compress distill --teacher teacher/ --student half --data text.jsonl --out student/",
+            "compress distill --teacher model.gguf --student layers:15 --data text.jsonl --steps 500 --out student/",
+        ),
+    ),
+    "align": Stage(
+        "compress.align.stage:run",
+        "DIR",
+        True,
+        "Train adapters on a frozen 4-bit base, on completions or on preferences.",
+        ("compress align --model student/ --data pairs.jsonl --method dpo --out aligned/",),
+    ),
+    "quantize": Stage(
+        "compress.quantize.stage:run",
+        "DIR",
+        True,
+        "Round the weights to 4 or 8 bits.",
+        ("compress quantize --model aligned/ --bits 4 --group-size 64 --calibration text.jsonl --out small/",),
+    ),
+    "eval": Stage(
+        "compress.evaluate:run",
+        "FILE",
+        False,
+        "Measure a model against its parent and the teacher.",
+        ("compress eval --model small/ --baseline aligned/ --data heldout.jsonl --out report.json",),
+    ),
+    "gate": Stage(
+        "compress.gate:run",
+        None,
+        False,
+        "Judge a report by a policy. Exits 0 on a pass, 1 on a fail, 3 where the evidence does not suffice.",
+        ("compress gate report.json --policy gate.toml",),
+    ),
+    "export": Stage(
+        "compress.artifact:export",
+        "DIR",
+        True,
+        "Write a model in a format that other engines load.",
+        ("compress export --model small/ --format gguf --out artifact/",),
+    ),
+    "verify": Stage(
+        "compress.artifact:verify",
+        None,
+        False,
+        "Reload exported files and compare logits with the model that they came from.",
+        ("compress verify artifact/",),
+    ),
+    "generate": Stage(
+        "compress.generate.stage:run",
+        None,
+        False,
+        "Continue prompts.",
+        ("compress generate --model small/ --prompt 'Fellow citizens' --max-tokens 40",),
+    ),
+}
+
+RUN_HELP = "Run all stages of a recipe; a stage that is done and whose inputs are unchanged is skipped."
+RUN_EXAMPLES = (
+    "compress run recipes/quickstart.toml",
+    "compress run recipe.toml --set quantize.bits=8 --set distill.steps=500",
+    "COMPRESS_DISTILL__STEPS=500 compress run recipe.toml",
+)
+
+
+class LazyCommand(click.Command):
+    """A command whose parameters are made when first asked for, so that listing commands imports no settings."""
+
+    def __init__(self, name: str, parameters: Callable[[], list[click.Parameter]], **rest: Any):
+        """Take a function for the parameters, and the rest as click does."""
+        super().__init__(name, **rest)
+        self._parameters: Callable[[], list[click.Parameter]] | None = parameters
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """As click's, after making them."""
+        if self._parameters:
+            self.params, self._parameters = self._parameters(), None
+        return super().get_params(ctx)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="compress-lm")
+def commands() -> None:
+    """Turn a teacher language model into a small, aligned, 4-bit one, and say whether it may be released.
+
+    Every flag is also a key of the command's table in a recipe: --group-size is group_size in [quantize].
+    """
+
+
+@commands.command()
+def schema() -> None:
+    """Print the JSON Schema of a recipe."""
+    from compress.keys import json_schema
+    from compress.schema import Recipe
+
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    click.echo(json.dumps(dialect | json_schema(Recipe), indent=2, ensure_ascii=False))
+
+
+def _stage_parameters(name: str) -> list[click.Parameter]:
+    from compress.keys import keys
+    from compress.options import options_for
+    from compress.schema import Recipe
+
+    stage, table = STAGES[name], keys(Recipe)[name].table
+    assert table is not None
+    recipe = click.Option(["--recipe"], type=click.Path(path_type=Path), help=f"Recipe whose [{name}] table to use.")
+    return [*options_for(table), *_data_parameters(name), *_out_parameters(stage.out), recipe, *_common_parameters()]
+
+
+def _run_parameters() -> list[click.Parameter]:
+    recipe = click.Argument(["recipe"], type=click.Path(path_type=Path), required=True, metavar="RECIPE")
+    out = click.Option(["--out"], type=click.Path(path_type=Path), metavar="DIR", help="[default: runs/NAME]")
+    force = click.Option(["--force"], is_flag=True, help="Run every stage again.")
+    return [recipe, out, force, *_common_parameters()]
+
+
+def _data_parameters(name: str) -> list[click.Parameter]:
+    from compress.options import options_for
+    from compress.settings import Data
+
+    return options_for(Data) if name in ("distill", "align", "quantize", "eval") else []
+
+
+def _out_parameters(metavar: str | None) -> list[click.Parameter]:
+    if metavar is None:
+        return []
+    out = click.Option(["--out"], type=click.Path(path_type=Path), metavar=metavar, help="What to write.")
+    return [out, click.Option(["--force"], is_flag=True, help="Replace --out if it exists.")]
+
+
+def _common_parameters() -> list[click.Parameter]:
+    from compress.keys import keys
+    from compress.options import option_for
+    from compress.schema import Recipe
+
+    return [
+        click.Option(["sets", "--set"], multiple=True, metavar="TABLE.KEY=VALUE", help="Override a key of the recipe."),
+        *(option_for(keys(Recipe)[name]) for name in ("seed", "dtype", "device")),
+        click.Option(["as_json", "--json"], is_flag=True, help="Print the result as JSON."),
+    ]
+
+
+def _run_stage(name: str, /, **given: Any) -> int:
+    from compress.keys import keys
+    from compress.locate import located
+    from compress.options import flag_of, given_flags
+    from compress.schema import Recipe
+
+    stage, table = STAGES[name], keys(Recipe)[name].table
+    assert table is not None
+    flags = {name: (f"compress {name}", {})} | given_flags(table, name, given) | _data_flags(name, given)
+    recipe = _load(given["recipe"], given, flags)
+    settings = getattr(recipe, name)
+    for key in keys(table).values():
+        if key.metadata.get("chained") and getattr(settings, key.name) is None:
+            raise click.UsageError(f"{flag_of(key)} is missing: {key.help}")
+    if stage.needs_out and given["out"] is None:
+        raise click.UsageError(f"--out is missing: the {stage.out} to write")
+    settings, out, force = located(settings), given.get("out"), given.get("force", False)
+    if out:
+        from export.atomic import check_output
+
+        check_output(out, force)
+    common = _common(recipe, out, force, uses_jax=name != "gate")
+    return _finish(_function(stage.function)(settings, common), given["as_json"])
+
+
+def _run_recipe(**given: Any) -> int:
+    import dataclasses
+
+    path = given["recipe"]
+    recipe = _load(path, given, {})
+    name = recipe.name or path.stem
+    recipe = dataclasses.replace(recipe, name=name)
+    common = _common(recipe, given["out"] or Path("runs") / name, given["force"])
+    return _finish(_function("compress.pipeline:run")(recipe, common), given["as_json"])
+
+
+def _data_flags(name: str, given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+    from compress.options import given_flags
+    from compress.settings import Data
+
+    return given_flags(Data, "data", given) if _data_parameters(name) else {}
+
+
+def _load(path: Path | None, given: dict[str, Any], flags: dict[str, tuple[str, Any]]) -> "Recipe":
+    from compress.recipe import load
+    from compress.schema import Recipe
+
+    top = {key: (f"--{key}", given[key]) for key in ("seed", "dtype", "device") if given[key] is not None}
+    return load(Recipe, path, sets=given["sets"], flags=flags | top)
+
+
+def _common(recipe: "Recipe", out: Path | None, force: bool, uses_jax: bool = True) -> "Common":
+    from compress.progress import Progress
+    from compress.settings import Common
+
+    progress = Progress()
+    device, dtype = "cpu", "float32"
+    if uses_jax:
+        from compress.device import choose_device, choose_dtype
+
+        device = choose_device(recipe.device, progress)
+        dtype = choose_dtype(recipe.dtype, device)
+    return Common(recipe.seed, dtype, device, out, force, progress, recipe.data)
+
+
+def _function(name: str) -> Callable[..., dict[str, Any]]:
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
+
+
+def _finish(result: dict[str, Any], as_json: bool) -> int:
+    """Print the result on standard output and return the exit code."""
+    from compress.display import show, to_json
+
+    code = result.pop("exit_code", 0)
+    click.echo(to_json(result)) if as_json else show(result)
+    return code
+
+
+def _examples(lines: Sequence[str]) -> str:
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _add_commands() -> None:
+    for name, stage in STAGES.items():
+        command = LazyCommand(
+            name,
+            partial(_stage_parameters, name),
+            callback=partial(_run_stage, name),
+            help=stage.help,
+            epilog=_examples(stage.examples),
+        )
+        commands.add_command(command)
+    run = LazyCommand("run", _run_parameters, callback=_run_recipe, help=RUN_HELP, epilog=_examples(RUN_EXAMPLES))
+    commands.add_command(run)
+
+
+_add_commands()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code; a user's mistake is one line, a bug keeps its traceback."""
+    try:
+        code = commands.main(args=argv, prog_name="compress", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return 130
+    except Exception as error:
+        code = exit_code(error)
+        if code == BUG:
+            traceback.print_exc()
+        else:
+            click.echo(f"error: {' '.join(str(error).split())}", err=True)
+        return code
+
+
+def exit_code(error: Exception) -> int:
+    """The exit code that an error stands for; `BUG` where it is no mistake of the user's."""
+    from compress.errors import DataError, RecipeError
+    from eval.errors import EvidenceError
+    from export.errors import ArtifactError, OutputExists
+
+    if isinstance(error, RecipeError | OutputExists):
+        return 2
+    if isinstance(error, ArtifactError | DataError | EvidenceError):
+        return 4
+    out_of_device_memory = type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
+    if isinstance(error, MemoryError) or out_of_device_memory:
+        return 5
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return 5
+    # A folder that may not be read or written is the user's to mend, and the message names it.
+    if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return 4
+    return BUG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

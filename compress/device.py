@@ -1,0 +1,50 @@
+"""Which platform jax runs on, and which dtype suits it."""
+
+from pathlib import Path
+
+from compress.errors import RecipeError
+from compress.progress import Progress
+
+
+def choose_device(device: str, progress: Progress) -> str:
+    """Make jax use `device` and return its name: cpu, gpu or tpu; auto takes the best there is and says which.
+
+    Call it before any array exists: jax starts its platforms once in a process.
+
+    Raises:
+      RecipeError: jax has no such device here.
+    """
+    import jax
+
+    if device == "auto":
+        found = jax.default_backend()
+        progress.say(f"device: {jax.device_count()} x {found}")
+        if found == "cpu" and (extra := _unused_accelerator()):
+            progress.warn(f"falling back to cpu: jax cannot use the accelerator here; install compress-lm[{extra}]")
+        return found
+    before = jax.config.values["jax_platforms"]
+    jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}[device])
+    try:
+        found = jax.default_backend()
+    except RuntimeError:
+        found = "none"
+    if found != device:
+        jax.config.update("jax_platforms", before)
+        extra = {"gpu": "cuda13"}.get(device, device)
+        need = "jax started on another one" if device == "cpu" else f"is compress-lm[{extra}] installed?"
+        raise RecipeError(f"device {device}: jax cannot use it here ({need}); --device auto takes what there is")
+    return device
+
+
+def choose_dtype(dtype: str, device: str) -> str:
+    """Resolve auto: bfloat16 on accelerators, float32 on a CPU."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def _unused_accelerator() -> str | None:
+    """The extra that an accelerator of this machine would need, judged by its device files."""
+    if Path("/dev/nvidiactl").exists():
+        return "cuda13"
+    return "tpu" if Path("/dev/accel0").exists() else None

@@ -1,0 +1,54 @@
+"""Keys of the recipe's [distill] table."""
+
+import dataclasses
+from dataclasses import field
+from pathlib import Path
+from typing import Literal
+
+from compress.errors import RecipeError
+
+
+@dataclasses.dataclass(frozen=True)
+class Distill:
+    """Teach a smaller model to predict as its teacher does."""
+
+    teacher: str = field(metadata={"help": "Model folder or GGUF file.", "model": True})
+    data: tuple[Path, ...] = field(metadata={"help": "Text to learn from: JSONL or plain text."})
+    student: str = field(
+        default="half",
+        metadata={
+            "help": "Model folder, config.json (fresh weights), or a cut of the teacher: half or layers:15.",
+            "model": True,
+            "unless": r"half|layers:\d+",
+        },
+    )
+    valid: tuple[Path, ...] = field(
+        default=(), metadata={"help": "Held-out text; part of the training text if not given."}
+    )
+    divergence: Literal["forward_kl", "reverse_kl"] = field(
+        default="forward_kl", metadata={"help": "KL(teacher‖student), or KL(student‖teacher)."}
+    )
+    alpha: float = field(
+        default=0.9, metadata={"help": "Weight of the divergence; the rest is cross-entropy.", "min": 0, "max": 1}
+    )
+    temperature: float = field(default=2.0, metadata={"help": "Softens both distributions.", "above": 0})
+    sequence_length: int = field(default=512, metadata={"help": "Tokens in a packed row.", "min": 2})
+    global_batch: int = field(default=8, metadata={"help": "Rows in an optimizer step.", "min": 1})
+    per_device_batch: int | None = field(
+        default=None, metadata={"help": "Rows that a device holds at once; all of its share if not given.", "min": 1}
+    )
+    steps: int | None = field(default=None, metadata={"help": "Optimizer steps; instead of epochs.", "min": 1})
+    epochs: float | None = field(
+        default=None, metadata={"help": "Passes over the data; 1 if steps are not given either.", "above": 0}
+    )
+    learning_rate: float = field(default=3e-4, metadata={"help": "Peak of the cosine schedule.", "above": 0})
+    warmup: int = field(default=100, metadata={"help": "Steps to the peak.", "min": 0})
+    weight_decay: float = field(default=0.01, metadata={"help": "AdamW's.", "min": 0})
+    valid_every: int = field(default=100, metadata={"help": "Steps between validations.", "min": 1})
+    chunk: int = field(
+        default=128, metadata={"help": "Tokens whose logits exist at once; no effect on the result.", "min": 1}
+    )
+
+    def __post_init__(self):
+        if self.steps is not None and self.epochs is not None:
+            raise RecipeError("steps and epochs are both given; keep one of them")

@@ -1,0 +1,51 @@
+"""The gate as a stage: a report file and a policy file in, a verdict out."""
+
+from pathlib import Path
+from typing import Any
+
+from compress.settings import Common, Gate
+from eval.errors import EvidenceError
+from eval.gate import Policy, judge
+from eval.report import from_json
+
+MAX_BYTES = 256 << 20
+
+
+def run(settings: Gate, common: Common) -> dict[str, Any]:
+    """Judge the report by the policy; `exit_code` in the result is 0 on a pass, 1 on a fail, 3 if inconclusive.
+
+    Raises:
+      EvidenceError: one of the files is missing or not what it must be.
+    """
+    assert settings.report is not None, "whoever calls this names a report"
+    report = from_json(_read(settings.report), str(settings.report))
+    policy = Policy.built_in()
+    if settings.policy:
+        policy = Policy.from_toml(_decode(settings.policy), str(settings.policy))
+    verdict = judge(report, policy)
+    return {
+        "verdict": verdict.sentence(),
+        "status": verdict.status,
+        "rules": [{"rule": o.subject, "status": o.status, "why": o.why} for o in verdict.outcomes],
+        "exit_code": verdict.exit_code,
+    }
+
+
+def _decode(path: Path) -> str:
+    try:
+        return _read(path).decode("utf-8")
+    except UnicodeDecodeError:
+        raise EvidenceError(f"{path}: not UTF-8 text") from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise EvidenceError(f"{path}: no such file") from None
+    except (IsADirectoryError, NotADirectoryError):
+        raise EvidenceError(f"{path}: not a file") from None
+    if len(content) > MAX_BYTES:
+        raise EvidenceError(f"{path}: larger than {MAX_BYTES >> 20} MiB, so no report or policy")
+    return content

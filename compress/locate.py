@@ -1,0 +1,65 @@
+"""Where a model is: a folder, a GGUF file, or `org/name` in the local Hugging Face cache. Nothing is downloaded."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from compress.errors import RecipeError
+from compress.keys import keys
+
+# What the hub accepts; it keeps names such as ../x from leading out of the cache.
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def locate(model: str, environment: Mapping[str, str] | None = None) -> Path:
+    """The path of a model named on the command line or in a recipe.
+
+    Raises:
+      RecipeError: it is nowhere; for `org/name` the message has the command that would fetch it.
+    """
+    place = Path(model).expanduser()
+    if place.exists():
+        return place
+    if not _REPOSITORY.fullmatch(model) or model.endswith(".gguf"):
+        raise RecipeError(f"{model}: no such model folder or GGUF file")
+    folder = cache(os.environ if environment is None else environment) / f"models--{model.replace('/', '--')}"
+    snapshot = _snapshot(folder)
+    if snapshot is None:
+        raise RecipeError(
+            f"{model}: no such folder, and not in the Hugging Face cache; to fetch it: hf download {model}"
+        )
+    return snapshot
+
+
+def located(settings: Any) -> Any:
+    """The settings with every key that names a model as an existing path.
+
+    Raises:
+      RecipeError: as `locate`.
+    """
+    found = {}
+    for name, key in keys(type(settings)).items():
+        value = getattr(settings, name)
+        if key.metadata.get("model") and value is not None and not re.fullmatch(key.metadata.get("unless", ""), value):
+            found[name] = str(locate(value))
+    return dataclasses.replace(settings, **found)
+
+
+def cache(environment: Mapping[str, str]) -> Path:
+    """The Hugging Face cache, found as huggingface_hub finds it."""
+    if "HF_HUB_CACHE" in environment:
+        return Path(environment["HF_HUB_CACHE"]).expanduser()
+    general = environment.get("XDG_CACHE_HOME", "~/.cache")
+    return Path(environment.get("HF_HOME", f"{general}/huggingface")).expanduser() / "hub"
+
+
+def _snapshot(folder: Path) -> Path | None:
+    try:
+        revision = (folder / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    snapshot = folder / "snapshots" / revision
+    return snapshot if re.fullmatch(r"[0-9a-f]{4,64}", revision) and snapshot.is_dir() else None

@@ -1,0 +1,52 @@
+"""What a running stage says of itself: one line on standard error, rewritten on a terminal and rare in a log."""
+
+import sys
+import time
+from typing import TextIO
+
+
+class Progress:
+    """Prints how far a stage is; results go to standard output, this never does."""
+
+    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False, every: float = 10.0):
+        """Write to `stream` (standard error if None), in a log at most each `every` seconds; `quiet` writes nothing."""
+        self._stream = stream
+        self._quiet = quiet
+        self._every = every
+        self._last = 0.0
+        self._width = 0
+
+    def __call__(self, stage: str, done: int, total: int, **figures: float) -> None:
+        """Report `done` of `total` steps; the first of them and the last are always printed."""
+        terminal = self._terminal()
+        now = time.monotonic()
+        if self._quiet or (1 < done < total and now - self._last < (0.1 if terminal else self._every)):
+            return
+        self._last = now
+        said = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        line = f"{stage} {done}/{total}  {said}".rstrip()
+        if terminal:
+            self._write("\r" + line.ljust(self._width) + ("\n" if done >= total else ""))
+            self._width = 0 if done >= total else len(line)
+        else:
+            self._write(line + "\n")
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        if not self._quiet:
+            start = "\r" + " " * self._width + "\r" if self._width else ""
+            self._write(f"{start}{text}\n")
+            self._width = 0
+
+    def warn(self, text: str) -> None:
+        """Print a warning, whether quiet or not."""
+        self._write(f"{chr(10) if self._width else ''}warning: {text}\n")
+        self._width = 0
+
+    def _terminal(self) -> bool:
+        return (self._stream or sys.stderr).isatty()
+
+    def _write(self, text: str) -> None:
+        stream = self._stream or sys.stderr
+        stream.write(text)
+        stream.flush()

@@ -1,0 +1,43 @@
+"""Keys of the recipe's [quantize] table."""
+
+import dataclasses
+from dataclasses import field
+from pathlib import Path
+from typing import Literal
+
+from compress.errors import RecipeError
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantize:
+    """Round a model's linear weights to a few bits, in groups that share a scale."""
+
+    model: str | None = field(
+        default=None, metadata={"help": "Model folder or GGUF file.", "model": True, "chained": True}
+    )
+    bits: Literal[4, 8] = field(default=4, metadata={"help": "Bits of a weight."})
+    group_size: int = field(default=64, metadata={"help": "Inputs that share a scale.", "min": 32, "max": 256})
+    symmetric: bool = field(
+        default=True, metadata={"help": "Levels around zero, or with a zero point a group.", "off": "asymmetric"}
+    )
+    method: Literal["gptq", "rtn"] = field(
+        default="gptq", metadata={"help": "GPTQ, or round to nearest with the best clipping."}
+    )
+    calibration: tuple[Path, ...] = field(default=(), metadata={"help": "Text that GPTQ sees: JSONL or plain text."})
+    calibration_tokens: int = field(default=16384, metadata={"help": "Tokens of it to use.", "min": 1})
+    sequence_length: int = field(default=512, metadata={"help": "Tokens in a calibration row.", "min": 2})
+    embedding_bits: Literal[8] | None = field(
+        default=None, metadata={"help": "Bits of the embedding; kept in floats if not given."}
+    )
+    damp: float = field(
+        default=0.01, metadata={"help": "GPTQ's damping, as a share of the mean diagonal.", "above": 0, "max": 1}
+    )
+    fallback_group_size: int | None = field(
+        default=None, metadata={"help": "Group size for layers that group_size does not divide.", "min": 32, "max": 256}
+    )
+
+    def __post_init__(self):
+        for name in ("group_size", "fallback_group_size"):
+            size = getattr(self, name)
+            if size is not None and size & (size - 1):
+                raise RecipeError(f"{name} = {size}: must be 32, 64, 128 or 256")

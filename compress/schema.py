@@ -1,0 +1,30 @@
+"""A whole recipe: the tables of all stages, each owned by its stage."""
+
+import dataclasses
+from dataclasses import field
+
+from compress.align.settings import Align
+from compress.distill.settings import Distill
+from compress.quantize.settings import Quantize
+from compress.settings import Data, Device, Dtype, Eval, Export, Gate, Generate, Verify
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Which stages run, with what; the stage of an absent table does not run."""
+
+    name: str | None = field(default=None, metadata={"help": "Name of the run; the recipe's file name if not given."})
+    seed: int = field(default=0, metadata={"help": "Everything random comes from it.", "min": 0})
+    dtype: Dtype = field(
+        default="auto", metadata={"help": "Of weights and activations; auto: bfloat16, and float32 on a CPU."}
+    )
+    device: Device = field(default="auto", metadata={"help": "What to run on; auto takes the best there is."})
+    data: Data = field(default_factory=Data, metadata={"help": "How rows of all data files are read."})
+    distill: Distill | None = None
+    align: Align | None = None
+    quantize: Quantize | None = None
+    eval: Eval | None = None
+    gate: Gate | None = None
+    export: Export | None = None
+    verify: Verify | None = None
+    generate: Generate | None = None
