@@ -190,7 +190,7 @@ def _placed(model: str, base: Path) -> str:
     return str(place) if model and place.exists() else model
 
 
-def _check_bounds(number: float, metadata: Mapping[Any, Any]) -> None:
+def _check_bounds(number: int | float, metadata: Mapping[Any, Any]) -> None:
     low, high, above = (metadata.get(bound) for bound in ("min", "max", "above"))
     if low is not None and not number >= low:
         raise ValueError(f"must be at least {low}")
