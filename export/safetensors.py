@@ -112,9 +112,19 @@ def read_tensors(folder: Path) -> LazyWeights:
         shards = _read_shards(folder)
     else:
         raise ArtifactError(_no_weights(folder))
+    return _lazy({folder / file: entries for file, entries in shards.items()})
+
+
+def read_file(folder: Path, name: str) -> LazyWeights:
+    """The tensors of one file, as read-only arrays on access."""
+    path = locate(folder, name)
+    return _lazy({path: read_header(path)})
+
+
+def _lazy(files: Mapping[Path, Mapping[str, Entry]]) -> LazyWeights:
     loaders: dict[str, Callable[[], np.ndarray]] = {}
-    for file, entries in shards.items():
-        loaders |= {name: partial(_view, folder / file, entry) for name, entry in entries.items()}
+    for path, entries in files.items():
+        loaders |= {name: partial(_view, path, entry) for name, entry in entries.items()}
     return LazyWeights(loaders)
 
 
@@ -232,13 +242,13 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]], shard
     filled = total = count = 0
     for name, array in tensors:
         if shard and filled + array.nbytes > shard_limit:
-            _save(shard, folder / f"{count}.part")
+            write_file(shard, folder / f"{count}.part")
             shard, filled, count = {}, 0, count + 1
         shard[name] = np.asarray(array, order="C")
         places[name] = count
         filled += array.nbytes
         total += array.nbytes
-    _save(shard, folder / f"{count}.part")
+    write_file(shard, folder / f"{count}.part")
     if count == 0:
         (folder / "0.part").rename(folder / SINGLE)
         return
@@ -249,9 +259,14 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]], shard
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _save(tensors: dict[str, np.ndarray], path: Path) -> None:
+def write_file(tensors: Mapping[str, np.ndarray], path: Path) -> None:
+    """Write one file.
+
+    Raises:
+      OSError: the disk is full.
+    """
     try:
-        save_file(tensors, path, metadata={"format": "pt"})  # transformers wants to be told so
+        save_file(dict(tensors), path, metadata={"format": "pt"})  # transformers wants to be told so
     except SafetensorError as error:
         # The library wraps what the system said; a full disk must stay one that a caller can tell.
         if f"os error {errno.ENOSPC}" in str(error):

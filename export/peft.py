@@ -1,0 +1,134 @@
+"""LoRA adapters as PEFT keeps them: adapter_config.json and adapter_model.safetensors.
+
+An adapter "<linear>.lora_A" [rank, in] or "<linear>.lora_B" [out, rank] is on disk
+"base_model.model.<linear>.lora_A.weight". https://huggingface.co/docs/peft
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from export.checkpoint import PICKLES, to_numpy
+from export.errors import ArtifactError
+from export.safetensors import read_file, write_file
+from export.untrusted import read_object
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, SUFFIX = "base_model.model.", ".weight"
+# Variants of LoRA that compute something else, with the value that means "not used".
+VARIANTS: dict[str, Any] = {
+    "use_rslora": False,
+    "use_dora": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "fan_in_fan_out": False,
+    "layer_replication": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Low-rank updates of linears: w + scale * B @ A.
+
+    Attributes:
+      weights: "<linear>.lora_A" [rank, in] and "<linear>.lora_B" [out, rank].
+      rank: of all of them.
+      alpha: scale = alpha / rank.
+      dropout: the share of inputs dropped in training.
+      base: the model that they belong to; a name or a path, for people.
+    """
+
+    weights: Mapping[str, np.ndarray | jax.Array]
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    base: str = ""
+
+    @property
+    def scale(self) -> float:
+        """What B @ A is multiplied by."""
+        return self.alpha / self.rank
+
+
+def write(adapters: Adapters, path: str | os.PathLike, *, dtype: str = "float32") -> None:
+    """Write adapters into a folder, which may be that of their base.
+
+    Raises:
+      ArtifactError: halves missing or misshaped; all are named.
+    """
+    folder = Path(path)
+    _check(adapters, str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {
+        f"{PREFIX}{name}{SUFFIX}": np.asarray(to_numpy(name, value, dtype), order="C")
+        for name, value in adapters.weights.items()
+    }
+    write_file(stored, folder / WEIGHTS)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapters.base,
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": adapters.dropout,
+        "target_modules": sorted({name.rpartition(".")[0] for name in adapters.weights}),
+        "inference_mode": True,
+        **VARIANTS,
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read(path: str | os.PathLike) -> Adapters:
+    """Read adapters from a folder.
+
+    Raises:
+      ArtifactError: a pickle, another method than LoRA, a variant of it, or halves missing or misshaped.
+    """
+    folder = Path(path)
+    config = read_object(folder, CONFIG)
+    where = f"{folder / CONFIG}"
+    if config.get("peft_type") != "LORA":
+        raise ArtifactError(f"{where}: peft_type {config.get('peft_type')!r} is not read, only LORA")
+    for key, unused in VARIANTS.items():
+        if config.get(key) and config[key] != unused:
+            raise ArtifactError(f"{where}: {key} = {str(config[key])[:80]} is not read, only {unused!r}")
+    rank, alpha, dropout = (config.get(key, 0) for key in ("r", "lora_alpha", "lora_dropout"))
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or type(dropout) not in (int, float):
+        raise ArtifactError(f"{where}: r must be a positive integer, lora_alpha and lora_dropout numbers")
+    if not os.path.lexists(folder / WEIGHTS):
+        pickles = [entry.name for entry in folder.iterdir() if entry.name.endswith(PICKLES)]
+        what = f"{pickles[0]} is a pickle, which is never opened; convert it to" if pickles else "no"
+        raise ArtifactError(f"{folder}: {what} {WEIGHTS}")
+    stored = read_file(folder, WEIGHTS)
+    strange = [name for name in stored if not (name.startswith(PREFIX) and name.endswith(SUFFIX))]
+    if strange:
+        raise ArtifactError(f"{folder / WEIGHTS}: {', '.join(strange[:8])}: not {PREFIX}<linear>.lora_A{SUFFIX}")
+    weights = {name.removeprefix(PREFIX).removesuffix(SUFFIX): stored[name] for name in stored}
+    adapters = Adapters(weights, rank, float(alpha), float(dropout), str(config.get("base_model_name_or_path") or ""))
+    _check(adapters, str(folder / WEIGHTS))
+    return adapters
+
+
+def _check(adapters: Adapters, where: str) -> None:
+    problems = [] if adapters.weights else ["no adapters"]
+    for name, value in adapters.weights.items():
+        linear, _, half = name.rpartition(".")
+        axis = {"lora_A": 0, "lora_B": 1}.get(half)
+        if axis is None or not linear:
+            problems.append(f"{name} is not <linear>.lora_A or <linear>.lora_B")
+            continue
+        other = f"{linear}.{'lora_B' if half == 'lora_A' else 'lora_A'}"
+        if other not in adapters.weights:
+            problems.append(f"{other} missing")
+        if value.ndim != 2 or value.shape[axis] != adapters.rank:
+            problems.append(f"{name} {value.shape} must have rank {adapters.rank} in dimension {axis}")
+    if problems:
+        raise ArtifactError(f"{where}: {'; '.join(problems)}")
