@@ -1,0 +1,151 @@
+"""Chat templates: Jinja written by strangers, so rendered in a sandbox with bounded loops, calls and output."""
+
+import datetime
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jinja2
+import jinja2.nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from compress.errors import DataError
+from export.errors import ArtifactError
+
+MAX_STEPS = 1_000_000  # loop iterations and calls of one rendering
+MAX_CHARACTERS = 1 << 26  # of one rendering, and of any string that a template builds on the way
+MAX_EXPONENT = 64
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Raises:
+      ArtifactError: it does not compile, leaves the sandbox, or runs out of its bounds.
+      DataError: it refuses the messages (`raise_exception`), or they lack what it reads.
+    """
+
+    def __init__(self, source: str):
+        self._sandbox = Sandbox()
+        try:
+            tree = self._sandbox.parse(source)
+            self._template = self._sandbox.from_string(_bounded(tree))
+        except (jinja2.TemplateError, RecursionError, MemoryError) as error:
+            raise ArtifactError(f"chat template: does not compile: {error}") from None
+
+    def render(self, variables: dict[str, Any], now: datetime.datetime | None = None) -> str:
+        """Render with `variables`; `now` is what `strftime_now` formats, the clock if not given."""
+        self._sandbox.start()
+        moment = now or datetime.datetime.now()
+        parts, length = [], 0
+        try:
+            for part in self._template.generate(raise_exception=_refuse, strftime_now=moment.strftime, **variables):
+                length += len(part)
+                if length > MAX_CHARACTERS:
+                    raise _OutOfBounds(f"its output exceeds {MAX_CHARACTERS} characters")
+                parts.append(part)
+        except DataError:
+            raise
+        except (_OutOfBounds, jinja2.exceptions.SecurityError, RecursionError, MemoryError, OverflowError) as error:
+            reason = str(error) or type(error).__name__
+            raise ArtifactError(f"chat template: stopped: {reason}; replace chat_template.jinja") from None
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise DataError(f"chat template: cannot render these messages: {error}") from None
+        return "".join(parts)
+
+
+class _OutOfBounds(Exception):
+    pass
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}` marks an assistant's words in some templates; it renders as its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller):
+        return caller()
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's immutable sandbox plus a budget of steps, and a bound on strings and powers."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+        self.filters.update(tojson=_tojson, bounded_loop=self._loop, bounded_text=self._text)
+        self.steps = 0
+
+    def start(self) -> None:
+        self.steps = 0
+
+    def _step(self) -> None:
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise _OutOfBounds(f"it takes more than {MAX_STEPS} steps")
+
+    def _loop(self, items: Iterable) -> Iterator:
+        for item in items:
+            self._step()
+            yield item
+
+    def _text(self, parts: list) -> str:
+        return _short("".join(_short(str(part)) for part in parts))
+
+    def call(self, context, obj, /, *args, **kwargs):  # type: ignore[override]
+        self._step()
+        if any(isinstance(value, int) and value > MAX_STEPS for value in (*args, *kwargs.values())):
+            raise _OutOfBounds(f"it passes a number above {MAX_STEPS} to a function")
+        result = super().call(context, obj, *args, **kwargs)
+        return _short(result) if isinstance(result, str) else result
+
+    def call_binop(self, context, operator, left, right):
+        if operator == "**" and not (abs(left) < 1 << 32 and abs(right) <= MAX_EXPONENT):
+            raise _OutOfBounds("it raises to too high a power")
+        if operator == "*":
+            for one, other in ((left, right), (right, left)):
+                if hasattr(one, "__len__") and isinstance(other, int) and len(one) * other > MAX_CHARACTERS:
+                    raise _OutOfBounds(f"it builds more than {MAX_CHARACTERS} items")
+        result = super().call_binop(context, operator, left, right)
+        return _short(result) if isinstance(result, str | list) else result
+
+
+def _bounded(tree: jinja2.nodes.Template) -> jinja2.nodes.Template:
+    """Send every loop and every `~` through the sandbox's counters."""
+    for loop in list(tree.find_all(jinja2.nodes.For)):
+        loop.iter = jinja2.nodes.Filter(loop.iter, "bounded_loop", [], [], None, None, lineno=loop.lineno)
+    return _replace_concatenations(tree)
+
+
+def _replace_concatenations(node):
+    for name, value in node.iter_fields():
+        if isinstance(value, list):
+            value[:] = [_replace_concatenations(v) if isinstance(v, jinja2.nodes.Node) else v for v in value]
+        elif isinstance(value, jinja2.nodes.Node):
+            setattr(node, name, _replace_concatenations(value))
+    if isinstance(node, jinja2.nodes.Concat):
+        parts = jinja2.nodes.List(node.nodes, lineno=node.lineno)
+        return jinja2.nodes.Filter(parts, "bounded_text", [], [], None, None, lineno=node.lineno)
+    return node
+
+
+def _short(value):
+    if len(value) > MAX_CHARACTERS:
+        raise _OutOfBounds(f"it builds more than {MAX_CHARACTERS} characters")
+    return value
+
+
+def _refuse(message: str) -> None:
+    raise DataError(f"chat template: {message}")
+
+
+def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    # Jinja's own filter escapes for HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
