@@ -99,7 +99,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _text(self, parts: list) -> str:
         return _short("".join(_short(str(part)) for part in parts))
 
-    def call(self, context, obj, /, *args, **kwargs):  # type: ignore[override]
+    def call(self, context, obj, /, *args, **kwargs):
         self._step()
         if any(isinstance(value, int) and value > MAX_STEPS for value in (*args, *kwargs.values())):
             raise _OutOfBounds(f"it passes a number above {MAX_STEPS} to a function")

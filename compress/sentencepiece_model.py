@@ -6,6 +6,7 @@ strangers; the few fields that matter are read here, each length checked against
 
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
@@ -112,7 +113,7 @@ def _read(data: bytes) -> tuple[list[tuple[str, float, int]], dict, dict]:
     return pieces, trainer, normalizer
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """(field number, value) of a protobuf message: an int for a varint, bytes for the rest."""
     at = 0
     while at < len(data):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict, generation: dict, template: str | None):
-        self._backend = backend
+        self._backend, self._lock = backend, threading.Lock()
         backend.no_padding()
         backend.no_truncation()
         self._vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
@@ -179,9 +180,10 @@ class Tokenizer:
         return ids, offsets
 
     def _encode(self, text: str, special: bool) -> tokenizers.Encoding:
-        self._backend.encode_special_tokens = not special
         try:
-            return self._backend.encode(text, add_special_tokens=False)
+            with self._lock:  # the switch is the tokenizer's, not the call's
+                self._backend.encode_special_tokens = not special
+                return self._backend.encode(text, add_special_tokens=False)
         except UnicodeEncodeError:
             raise DataError("text with a lone surrogate cannot be encoded: it is not valid Unicode") from None
 

@@ -1,40 +1,16 @@
 """What training and evaluation are handed.
 
-Letters: B rows, T tokens a row, M micro-batches (or none).
+Letters: B rows, T tokens a row.
 """
 
 import dataclasses
-from functools import partial
+from collections.abc import Iterable
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["tokens", "segments", "positions", "mask"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Rows of packed segments.
-
-    Attributes:
-      tokens: padding has any id, so it is told by `segments` and never by the id.
-      segments: 0 is padding; tokens attend causally within equal segment ids of a row.
-      positions: from 0 in each segment.
-      mask: 1 where the token is a target, predicted from the one before it. Never set on the first token of a
-        segment or on padding.
-    """
-
-    tokens: Int32[Array | np.ndarray, "*M B T"]
-    segments: Int32[Array | np.ndarray, "*M B T"]
-    positions: Int32[Array | np.ndarray, "*M B T"]
-    mask: Float32[Array | np.ndarray, "*M B T"]
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["chosen", "rejected", "reference_chosen", "reference_rejected"],
-    meta_fields=[],
-)
 @dataclasses.dataclass(frozen=True)
 class PairBatch:
     """Row b of `chosen` and of `rejected` answer the same prompt.
@@ -46,5 +22,25 @@ class PairBatch:
 
     chosen: Batch
     rejected: Batch
-    reference_chosen: Float32[Array | np.ndarray, "*M B"]
-    reference_rejected: Float32[Array | np.ndarray, "*M B"]
+    reference_chosen: Float32[Array | np.ndarray, "B"]
+    reference_rejected: Float32[Array | np.ndarray, "B"]
+
+
+def _register(kind: type) -> None:
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    def flatten(batch):
+        return tuple((jax.tree_util.GetAttrKey(name), getattr(batch, name)) for name in names), None
+
+    def unflatten(_, leaves: Iterable):
+        # JAX puts shapes, shardings and bare objects in the leaves' places, so the constructor's checks are passed by.
+        batch = object.__new__(kind)
+        for name, value in zip(names, leaves):
+            object.__setattr__(batch, name, value)
+        return batch
+
+    jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
+
+
+_register(Batch)
+_register(PairBatch)

@@ -97,15 +97,17 @@ def _message(where: str, message: Any) -> dict[str, Any]:
         raise DataError(f"{where} must be an object with role and content, not {_type(message)}")
     content = message.get("content")
     if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
+        texts = [part["text"] for part in content if _is_text(part)]
+        if len(texts) < len(content):
             raise DataError(f"{where}.content has parts that are not text")
-        content = "".join(parts)
+        content = "".join(texts)
     if content is None and message.get("tool_calls"):
         content = ""
     return {**message, "content": _string(f"{where}.content", content)}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _type(value: Any) -> str:
