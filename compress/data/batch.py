@@ -5,10 +5,29 @@ Letters: B rows, T tokens a row.
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of packed segments.
+
+    Attributes:
+      tokens: padding has any id, so it is told by `segments` and never by the id.
+      segments: 0 is padding; tokens attend causally within equal segment ids of a row.
+      positions: from 0 in each segment.
+      mask: 1 where the token is a target, predicted from the one before it. Never set on the first token of a
+        segment or on padding.
+    """
+
+    tokens: Int32[Array | np.ndarray, "B T"]
+    segments: Int32[Array | np.ndarray, "B T"]
+    positions: Int32[Array | np.ndarray, "B T"]
+    mask: Float32[Array | np.ndarray, "B T"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,19 +41,19 @@ class PairBatch:
 
     chosen: Batch
     rejected: Batch
-    reference_chosen: Float32[Array | np.ndarray, "B"]
-    reference_rejected: Float32[Array | np.ndarray, "B"]
+    reference_chosen: Float32[Array | np.ndarray, " B"]
+    reference_rejected: Float32[Array | np.ndarray, " B"]
 
 
 def _register(kind: type) -> None:
     names = [field.name for field in dataclasses.fields(kind)]
 
-    def flatten(batch):
+    def flatten(batch: Any) -> tuple[tuple, None]:
         return tuple((jax.tree_util.GetAttrKey(name), getattr(batch, name)) for name in names), None
 
-    def unflatten(_, leaves: Iterable):
+    def unflatten(_: None, leaves: Iterable) -> Any:
         # JAX puts shapes, shardings and bare objects in the leaves' places, so the constructor's checks are passed by.
-        batch = object.__new__(kind)
+        batch: Any = object.__new__(kind)
         for name, value in zip(names, leaves):
             object.__setattr__(batch, name, value)
         return batch

@@ -214,7 +214,7 @@ class PairBatches(Batches):
     def _arrange(self, items: list) -> list:
         return items
 
-    def _assemble(self, chosen: list) -> PairBatch:  # type: ignore[override]
+    def _assemble(self, chosen: list) -> PairBatch:
         self.tokens += sum(map(_tokens, chosen))
         self.slots += 2 * self.size * self.length
         return pair_batch_of(chosen, self.size, self.length, self.tokenizer.pad_id or 0)
