@@ -229,7 +229,7 @@ def _rule(table: dict[str, Any], where: str) -> Rule:
         raise EvidenceError(f"{where}: missing {', '.join(missing)}")
     for key, value in table.items():
         _check_type(key, value, where)
-    rule = Rule(**table)
+    rule = Rule(**{key: float(value) if key in ("limit", "warn") else value for key, value in table.items()})
     _check_rule(rule, where)
     return rule
 
@@ -238,6 +238,8 @@ def _check_type(key: str, value: Any, where: str) -> None:
     if key in ("limit", "warn"):
         good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         wanted = "a finite number"
+    elif key == "bound":
+        good, wanted = isinstance(value, str) and value in _WORD, "'max' or 'min'"
     elif key.startswith("min_"):
         good, wanted = isinstance(value, int) and not isinstance(value, bool) and value >= 0, "a count"
     else:
@@ -249,8 +251,6 @@ def _check_type(key: str, value: Any, where: str) -> None:
 def _check_rule(rule: Rule, where: str) -> None:
     if rule.metric not in METRICS:
         raise EvidenceError(f"{where}: no metric '{rule.metric[:100]}'{did_you_mean(rule.metric, METRICS)}")
-    if rule.bound not in _WORD:
-        raise EvidenceError(f"{where}: bound = '{rule.bound[:60]}': expected 'max' or 'min'")
     if rule.baseline not in (None, "parent", "teacher"):
         raise EvidenceError(f"{where}: baseline = '{rule.baseline[:60]}': expected 'parent' or 'teacher'")
     if METRICS[rule.metric].versus != (rule.baseline is not None):

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Iterable
@@ -119,7 +120,7 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
         _expect(is_number and isinstance(value, int) and abs(value) < 1 << 63, where, "an integer", value)
         return value
     if kind is float:
-        _expect(is_number and abs(value) < 1 << 1023, where, "a finite number (or null)", value)
+        _expect(is_number and abs(value) <= sys.float_info.max, where, "a finite number (or null)", value)
         return float(value)
     raise TypeError(f"{where}: no schema for {kind}")
 

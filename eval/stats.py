@@ -126,7 +126,7 @@ def mean_by_document(
     return ratio(sums_by_document(values, document), tokens, confidence=confidence, seed=seed)
 
 
-def proportion(successes: float, trials: int, *, confidence: float = 0.95) -> Estimate:
+def proportion(successes: int | float, trials: int, *, confidence: float = 0.95) -> Estimate:
     """A share of independent trials, with Wilson's score interval; a tie may count as half a success.
 
     Wilson (1927), "Probable inference, the law of succession, and statistical inference". It stays inside 0..1 and
