@@ -229,7 +229,8 @@ def _rule(table: dict[str, Any], where: str) -> Rule:
         raise EvidenceError(f"{where}: missing {', '.join(missing)}")
     for key, value in table.items():
         _check_type(key, value, where)
-    rule = Rule(**{key: float(value) if key in ("limit", "warn") else value for key, value in table.items()})
+    numbers: dict[str, Any] = {key: float(table[key]) for key in ("limit", "warn") if key in table}
+    rule = Rule(**{**table, **numbers})
     _check_rule(rule, where)
     return rule
 
