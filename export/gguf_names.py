@@ -315,6 +315,8 @@ def write_keys(arch: Architecture, config: dict[str, Any]) -> dict[str, Any]:
     if kind not in ("default", "linear", "llama3") or (kind == "llama3" and arch.name != "llama"):
         raise ArtifactError(f"config.json: RoPE scaling {kind!r} of a {arch.model_type} model has no form in GGUF here")
     head, window = config["head_dim"], _window(arch, config)
+    if arch.name == "qwen2" and head * config["num_attention_heads"] != config["hidden_size"]:
+        raise ArtifactError("config.json: llama.cpp's qwen2 wants num_attention_heads * head_dim = hidden_size")
     context = config.get("max_position_embeddings") or 2048
     keys: dict[str, Any] = {
         "vocab_size": config["vocab_size"],

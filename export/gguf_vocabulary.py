@@ -93,7 +93,7 @@ def _byte_level(header: Header, rule: PreTokenizer, vocabulary: dict[str, int]) 
         left, right = line[:at], line[at + 1 :]
         if at < 0 or not {left, right, left + right} <= vocabulary.keys():
             raise ArtifactError(f"{header.path}: the merge {line[:40]!r} is of tokens that the vocabulary lacks")
-        merges.append([left, right])
+        merges.append((left, right))
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     model = _bpe(vocabulary, merges) | {"ignore_merges": rule.ignore_merges}
     normalizer = None if rule.normalizer is None else {"type": rule.normalizer}
@@ -115,7 +115,7 @@ def _sentencepiece(header: Header, tokens: list[str], vocabulary: dict[str, int]
     return _tokenizer(model, normalizer, None, None, {"type": "Sequence", "decoders": decoders})
 
 
-def merges_from_scores(vocabulary: dict[str, int], scores: np.ndarray) -> list[list[str]]:
+def merges_from_scores(vocabulary: dict[str, int], scores: np.ndarray) -> list[tuple[str, str]]:
     """The merges that scores imply: of all pairs that make a token, the one with the best token first.
 
     SentencePiece joins any two neighbours whose concatenation is a token, best score first, leftmost among equals.
@@ -125,7 +125,7 @@ def merges_from_scores(vocabulary: dict[str, int], scores: np.ndarray) -> list[l
     order = np.argsort(-scores, kind="stable").tolist()
     tokens = {i: token for token, i in vocabulary.items()}
     return [
-        [token[:cut], token[cut:]]
+        (token[:cut], token[cut:])
         for token in map(tokens.get, order)
         if token is not None
         for cut in range(len(token) - 1, 0, -1)
@@ -133,7 +133,7 @@ def merges_from_scores(vocabulary: dict[str, int], scores: np.ndarray) -> list[l
     ]
 
 
-def _bpe(vocabulary: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
+def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> dict[str, Any]:
     return {
         "type": "BPE",
         "dropout": None,
@@ -239,7 +239,9 @@ def write_vocabulary(files: dict[str, bytes], config: dict[str, Any]) -> dict[st
     model = tokenizer.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
         raise ArtifactError("tokenizer.json: only BPE models have a form in GGUF here")
-    settings = parse_object(files.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
+    settings = parse_object(files.get("special_tokens_map.json", b"{}"), "special_tokens_map.json")
+    given = parse_object(files.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
+    settings |= {name: value for name, value in given.items() if value is not None}
     generation = parse_object(files.get("generation_config.json", b"{}"), "generation_config.json")
     vocabulary = dict(model["vocab"])
     added = [token for token in tokenizer.get("added_tokens") or [] if isinstance(token, dict)]
