@@ -85,7 +85,7 @@ def kind(path: str | os.PathLike) -> str:
     path = Path(path)
     if not path.exists():
         raise ArtifactError(f"{path}: no such file or folder")
-    if path.is_file():
+    if not path.is_dir():
         return _kind_of_file(path)
     names = sorted(entry.name for entry in path.iterdir())
     if (path / "orbax").is_dir():

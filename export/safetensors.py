@@ -1,10 +1,10 @@
 """Float checkpoints as Hugging Face folders: config.json and one file of safetensors, or shards with an index."""
 
 import dataclasses
-import errno
 import json
 import mmap
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import prod
@@ -30,6 +30,7 @@ from export.untrusted import locate, parse_object, read_object
 
 HEADER_LIMIT = 100_000_000  # the format's own
 RANK_LIMIT = 8
+SIZE_LIMIT = 1 << 62  # of an array, were its empty dimensions not empty
 SHARD_LIMIT = 5_000_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -199,6 +200,8 @@ def _parse_entry(value: object, start: int, where: str) -> Entry:
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ArtifactError(f"{where}: data_offsets must be [begin, end]")
     dtype, (begin, end) = np.dtype(TYPES[kind]), offsets
+    if prod(max(size, 1) for size in shape) * dtype.itemsize >= SIZE_LIMIT:
+        raise ArtifactError(f"{where}: shape {shape} is larger than any array can be")
     if prod(shape) * dtype.itemsize != end - begin:
         raise ArtifactError(f"{where}: {end - begin} bytes, but {kind} {shape} takes {prod(shape) * dtype.itemsize}")
     return Entry(dtype, tuple(shape), start + begin, start + end)
@@ -263,12 +266,13 @@ def write_file(tensors: Mapping[str, np.ndarray], path: Path) -> None:
     """Write one file.
 
     Raises:
-      OSError: the disk is full.
+      OSError: what the system said; a full disk (ENOSPC) among others.
     """
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})  # transformers wants to be told so
     except SafetensorError as error:
-        # The library wraps what the system said; a full disk must stay one that a caller can tell.
-        if f"os error {errno.ENOSPC}" in str(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
-        raise
+        said = re.search(r"os error (\d+)", str(error))  # the library wraps it, and a caller must tell a full disk
+        if not said:
+            raise
+        number = int(said[1])
+        raise OSError(number, os.strerror(number), str(path)) from error

@@ -1,0 +1,297 @@
+"""Every format gives back what it was given."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from export import FORMATS, compressed_tensors
+from export.checkpoint import DTYPES, FILES, Checkpoint, check_finite, kind, read
+from export.errors import ArtifactError
+from export.quantized import QuantizedTensor, QuantSpec, pack, unpack
+
+# Of what is no matrix of the model's own, each format is asked to keep all bits.
+EXACTLY = {"safetensors": {"dtype": "float32"}, "gguf": {"float_type": "F32"}, "orbax": {"dtype": "float32"}}
+FOLDERS = [name for name in FORMATS if name != "gguf"]
+VOCABULARY, HIDDEN, WIDE = 40, 128, 256
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+LAYER = {
+    "input_layernorm": (HIDDEN,),
+    "post_attention_layernorm": (HIDDEN,),
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (HIDDEN // 2, HIDDEN),
+    "self_attn.v_proj": (HIDDEN // 2, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (WIDE, HIDDEN),
+    "mlp.up_proj": (WIDE, HIDDEN),
+    "mlp.down_proj": (HIDDEN, WIDE),
+}
+SPECS = st.builds(
+    QuantSpec,
+    bits=st.sampled_from([4, 8]),
+    group_size=st.sampled_from([32, 64, 128]),
+    symmetric=st.booleans(),
+    scale_dtype=st.just("bfloat16"),
+)
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, ...], spec: QuantSpec) -> QuantizedTensor:
+    groups = (*shape[:-1], shape[-1] // spec.group_size)
+    scale = rng.uniform(0.01, 0.1, groups).astype(DTYPES[spec.scale_dtype])
+    zero = None if spec.symmetric else rng.integers(0, spec.levels, groups, dtype=np.uint8)
+    codes = rng.integers(0, spec.levels, shape, dtype=np.uint8)
+    return QuantizedTensor(pack(codes, spec.bits), scale, zero, spec)
+
+
+def llama(seed: int, choose) -> Checkpoint:
+    """A one-layer model; `choose(name)` gives a matrix's spec, or None for floats."""
+    rng = np.random.default_rng(seed)
+    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in LAYER.items()}
+    shapes |= {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    weights = {}
+    for name, shape in shapes.items():
+        spec = choose(name) if len(shape) == 2 else None
+        floats = rng.normal(size=shape).astype(ml_dtypes.bfloat16)
+        weights[name] = floats if spec is None else draw(rng, shape, spec)
+    return Checkpoint(CONFIG, weights)
+
+
+def same_bits(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return a.spec == b.spec and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in leaves)
+
+
+def floats(value) -> np.ndarray:
+    return np.asarray(value.dequantize() if isinstance(value, QuantizedTensor) else value, np.float32)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+def test_every_format_gives_back_the_model(name, tmp_path_factory, data, seed):
+    specs = SPECS if name != "gguf" else SPECS.filter(lambda spec: spec.bits == 4 or spec.symmetric)
+    spec, other = data.draw(specs), data.draw(st.none() | specs)
+    model = llama(seed, lambda name: None if "embed" in name else other if "down" in name else spec)
+    folder = tmp_path_factory.mktemp("round") / "model"
+    FORMATS[name].write(model, folder, **EXACTLY.get(name, {}))
+    assert kind(folder) == name
+    again = read(folder)
+    assert again.config.items() >= {k: v for k, v in CONFIG.items() if name != "gguf"}.items()
+    assert "quantization_config" not in again.config
+    assert again.weights.keys() == model.weights.keys()
+    check_finite(again)
+    for tensor, value in model.weights.items():
+        found = again.weights[tensor]
+        assert found.shape == value.shape
+        if isinstance(value, QuantizedTensor) and isinstance(found, QuantizedTensor):
+            assert same_bits(found, value)
+        # GGUF's Q4_1 keeps -z * s in float16, off by at most 2**-11 of 15 * 0.1.
+        np.testing.assert_allclose(floats(found), floats(value), rtol=0, atol=1e-3 if name == "gguf" else 0)
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors", "orbax"])
+def test_quantized_formats_keep_tensors_quantized(name, tmp_path):
+    model = llama(0, lambda name: None if "embed" in name else QuantSpec(4, 32, symmetric=False))
+    FORMATS[name].write(model, tmp_path)
+    again = read(tmp_path).weights
+    assert all(type(again[tensor]) is type(value) for tensor, value in model.weights.items())
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_files_travel_along_and_strangers_stay_behind(name, tmp_path):
+    files = {file: file.encode() for file in FILES}
+    model = llama(0, lambda name: None if "embed" in name else QuantSpec())
+    FORMATS[name].write(Checkpoint(model.config, model.weights, files), tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert read(tmp_path).files == files
+    with pytest.raises(ArtifactError, match=r"\.\./evil"):
+        FORMATS[name].write(Checkpoint(model.config, model.weights, {"../evil": b""}), tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_jax_arrays_are_written_like_numpy_ones(name, tmp_path):
+    model = llama(0, lambda name: None if "embed" in name else QuantSpec())
+    on_device = Checkpoint(model.config, jax.tree.map(jnp.asarray, model.weights))
+    for folder, checkpoint in (("numpy", model), ("jax", on_device)):
+        FORMATS[name].write(checkpoint, tmp_path / folder)
+    first, second = read(tmp_path / "numpy").weights, read(tmp_path / "jax").weights
+    assert all(np.array_equal(floats(first[tensor]), floats(second[tensor])) for tensor in model.weights)
+
+
+@given(SPECS, st.integers(1, 19), st.integers(0, 2**32 - 1))
+def test_words_hold_signed_codes_plus_half_from_the_low_bits_up(spec, outputs, seed):
+    rng = np.random.default_rng(seed)
+    inputs, each = 2 * outputs, 32 // spec.bits
+    codes = rng.integers(0, spec.levels, (outputs, inputs), dtype=np.uint8)
+    words = compressed_tensors.to_words(pack(codes, spec.bits))
+    assert words.shape == (outputs, -(-inputs // each))
+    signed = codes.astype(np.int64) - spec.levels // 2
+    for i in range(inputs):
+        stored = (words[:, i // each].astype(np.int64) >> (spec.bits * (i % each))) & (spec.levels - 1)
+        assert np.array_equal(stored - spec.levels // 2, signed[:, i])
+    zeros = compressed_tensors.pack_zeros(codes, spec.bits)
+    assert zeros.shape == (-(-outputs // each), inputs)
+    assert np.array_equal(compressed_tensors.unpack_zeros(zeros, spec.bits, outputs), codes)
+    assert np.array_equal((zeros[0].astype(np.int64) & (spec.levels - 1)), codes[0])
+
+
+@given(SPECS, st.integers(0, 2**32 - 1))
+def test_packing_is_undone_and_numbers_are_as_defined(spec, seed):
+    tensor = draw(np.random.default_rng(seed), (3, 128), spec)
+    q = unpack(tensor.packed, spec.bits).astype(np.float64)
+    z = spec.levels // 2 if spec.symmetric else np.repeat(tensor.zero, spec.group_size, axis=1).astype(np.float64)
+    want = (q - z) * np.repeat(tensor.scale, spec.group_size, axis=1).astype(np.float64)
+    np.testing.assert_array_equal(tensor.dequantize(), want.astype(np.float32))
+
+
+def test_ignore_lists_exactly_the_linears_that_are_not_quantized(tmp_path):
+    model = llama(0, lambda name: None if "embed" in name or "v_proj" in name else QuantSpec())
+    FORMATS["compressed-tensors"].write(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head", "model.layers.0.self_attn.v_proj"]
+    assert config["dtype"] == "bfloat16"
+
+
+def test_an_embedding_stays_packed_only_when_asked(tmp_path):
+    model = llama(0, lambda name: QuantSpec(8, 128) if "embed" in name else QuantSpec())
+    name = "model.embed_tokens.weight"
+    FORMATS["compressed-tensors"].write(model, tmp_path / "engines")
+    FORMATS["compressed-tensors"].write(model, tmp_path / "ours", pack_embedding=True)
+    assert same_bits(read(tmp_path / "ours").weights[name], model.weights[name])
+    found = read(tmp_path / "engines").weights[name]
+    assert np.array_equal(found, model.weights[name].dequantize(ml_dtypes.bfloat16))
+
+
+def test_orbax_restores_without_this_package(tmp_path):
+    model = llama(0, lambda name: None if "embed" in name else QuantSpec(4, 32, symmetric=False))
+    FORMATS["orbax"].write(model, tmp_path, dtype="float32")
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.restore(tmp_path / "orbax")
+    q = model.weights["model.layers.0.mlp.up_proj.weight"]
+    got = tree["model.layers.0.mlp.up_proj.weight"]
+    assert [np.array_equal(got[part], getattr(q, part)) for part in ("packed", "scale", "zero")] == [True] * 3
+    assert np.array_equal(tree["model.norm.weight"], floats(model.weights["model.norm.weight"]))
+
+
+def test_a_broken_orbax_checkpoint_is_one_line(tmp_path):
+    model = llama(0, lambda name: None if "embed" in name else QuantSpec())
+    FORMATS["orbax"].write(model, tmp_path)
+    specs = json.loads((tmp_path / "quantization.json").read_text())
+    specs["model.layers.0.mlp.up_proj.weight"]["group_size"] = 32
+    del specs["model.layers.0.mlp.down_proj.weight"]
+    (tmp_path / "quantization.json").write_text(json.dumps(specs))
+    with pytest.raises(ArtifactError, match=r"^[^\n]*(down_proj[^\n]*up_proj|up_proj[^\n]*down_proj)[^\n]*$"):
+        read(tmp_path)
+    (tmp_path / "orbax" / "_METADATA").write_text("{")
+    with pytest.raises(ArtifactError, match="Orbax cannot restore"):
+        read(tmp_path)
+
+
+def edit(folder, change) -> None:
+    """Change `config.json` and the tensors of a compressed-tensors folder."""
+    from safetensors.numpy import save_file
+
+    from export.safetensors import read_tensors
+
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {name: np.array(value) for name, value in read_tensors(folder).items()}
+    change(config["quantization_config"], tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+
+LINEAR = "model.layers.0.mlp.up_proj"
+DAMAGE = {
+    "quant_method 'gptq'": lambda config, _: config.update(quant_method="gptq"),
+    "format 'nvfp4-pack-quantized'": lambda config, _: config["config_groups"]["group_0"].update(
+        format="nvfp4-pack-quantized"
+    ),
+    "quantized activations": lambda config, _: config["config_groups"]["group_0"].update(
+        input_activations={"num_bits": 8}
+    ),
+    "float of 8 bits": lambda config, _: config["config_groups"]["group_0"]["weights"].update(type="float", num_bits=8),
+    "int of 3 bits": lambda config, _: config["config_groups"]["group_0"]["weights"].update(num_bits=3),
+    "actorder 'group'": lambda config, _: config["config_groups"]["group_0"]["weights"].update(actorder="group"),
+    "config_groups": lambda config, _: config.update(config_groups={}),
+    "transform_config": lambda config, _: config.update(transform_config={"r1": {}}),
+    "sparse weights": lambda config, _: config.update(sparsity_config={"format": "sparse-24-bitmask"}),
+    f"{LINEAR}.weight_g_idx": lambda _, tensors: tensors.update({f"{LINEAR}.weight_g_idx": np.zeros(HIDDEN, "i4")}),
+    f"{LINEAR} lacks weight_scale, weight_shape": lambda _, tensors: [
+        tensors.pop(f"{LINEAR}.{part}") for part in ("weight_scale", "weight_shape")
+    ],
+    "fit no group": lambda config, _: config["config_groups"]["group_0"]["weights"].update(group_size=32),
+    "weight_packed must be int32": lambda _, tensors: tensors.update({f"{LINEAR}.weight_packed": np.zeros(3, "i4")}),
+    "both plain and packed": lambda _, tensors: tensors.update({f"{LINEAR}.weight": np.zeros((2, 2), "f4")}),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_a_strange_or_damaged_quantized_folder_is_refused_by_name(message, tmp_path):
+    model = llama(0, lambda name: None if "embed" in name else QuantSpec())
+    FORMATS["compressed-tensors"].write(model, tmp_path)
+    edit(tmp_path, DAMAGE[message])
+    with pytest.raises(ArtifactError, match=re.escape(message)) as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_missing_parts_are_reported_at_once(tmp_path):
+    model = llama(0, lambda name: None if "embed" in name else QuantSpec(4, 32, symmetric=False))
+    FORMATS["compressed-tensors"].write(model, tmp_path)
+    gone = [f"{LINEAR}.weight_scale", "model.layers.0.self_attn.q_proj.weight_zero_point"]
+    edit(tmp_path, lambda _, tensors: [tensors.pop(name) for name in gone])
+    with pytest.raises(ArtifactError) as caught:
+        read(tmp_path)
+    assert all(" lacks ".join(name.rsplit(".", 1)) in str(caught.value) for name in gone)
+
+
+def test_nothing_quantized_is_no_compressed_tensors(tmp_path):
+    with pytest.raises(ArtifactError, match="no tensor is quantized"):
+        FORMATS["compressed-tensors"].write(llama(0, lambda name: None), tmp_path)
+
+
+def test_scales_of_another_dtype_than_the_rest_are_refused(tmp_path):
+    model = llama(0, lambda name: None if "embed" in name else QuantSpec())
+    with pytest.raises(ArtifactError, match="scales in bfloat16, the rest in float32"):
+        FORMATS["compressed-tensors"].write(model, tmp_path, dtype="float32")
+
+
+def test_one_scale_a_row_is_read_as_one_group(tmp_path):
+    model = llama(0, lambda name: QuantSpec(8, HIDDEN) if "up_proj" in name else None)
+    FORMATS["compressed-tensors"].write(model, tmp_path)
+    change = {"strategy": "channel", "group_size": None}
+    edit(tmp_path, lambda config, _: config["config_groups"]["group_0"]["weights"].update(change))
+    assert same_bits(read(tmp_path).weights[f"{LINEAR}.weight"], model.weights[f"{LINEAR}.weight"])
+
+
+def test_non_finite_numbers_are_refused_with_every_name(tmp_path):
+    model = llama(0, lambda name: None)
+    weights = {name: np.array(value) for name, value in model.weights.items()}
+    weights["model.norm.weight"][3] = np.nan
+    weights[f"{LINEAR}.weight"][:2, 5] = np.inf
+    FORMATS["safetensors"].write(Checkpoint(CONFIG, weights), tmp_path)
+    with pytest.raises(ArtifactError) as caught:
+        check_finite(read(tmp_path))
+    assert f"{LINEAR}.weight (2 of {WIDE * HIDDEN})" in str(caught.value)
+    assert f"model.norm.weight (1 of {HIDDEN})" in str(caught.value)
