@@ -34,7 +34,8 @@ h1{font-size:1.4rem;overflow-wrap:anywhere}h2{font-size:1.15rem;margin:2.2rem 0 
 .pass{color:var(--pass)}.warn{color:var(--warn)}.fail{color:var(--fail)}.inconclusive{color:var(--inconclusive)}
 .skipped,.dim{color:var(--dim)}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%}
-th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid var(--edge);vertical-align:top;overflow-wrap:anywhere}
+th,td{text-align:left;vertical-align:top;padding:.3rem .6rem;border-bottom:1px solid var(--edge)}
+th,td{overflow-wrap:break-word}
 th{font-weight:600;color:var(--dim)}.status{font-weight:700;white-space:nowrap}
 svg{width:100%;height:auto;max-width:46rem;display:block}
 svg text{fill:var(--fg);font:12px system-ui,sans-serif}.tick{fill:var(--dim)!important}

@@ -10,7 +10,7 @@ MAX_POINTS = 400
 """Points of a line that are drawn; of a longer one, evenly spaced ones."""
 
 _WIDTH, _HEIGHT = 640, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 36
+_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 12, 12, 36
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,9 @@ def line_plot(lines: Sequence[Line], x_name: str, y_name: str) -> Markup:
     across, up = _Axis(xs, _LEFT, _WIDTH - _RIGHT), _Axis(ys, _HEIGHT - _BOTTOM, _TOP)
     parts = [_grid(across, up), _axis_names(x_name, y_name)]
     for i, line in enumerate(drawn):
-        style = {"class_": f"line c{i % 6}", "d": _path(line, across, up)}
-        parts.append(tag("path", tag("title", line.name), **style))
+        # The page's style overrides fill and stroke; a viewer that has none for SVG still sees a line.
+        style = {"class_": f"line c{i % 6}", "fill": "none", "stroke": "currentColor"}
+        parts.append(tag("path", tag("title", line.name), d=_path(line, across, up), **style))
     figure = _svg(_HEIGHT, f"{y_name} over {x_name}", parts)
     if len(drawn) < 2:
         return figure
@@ -48,7 +49,7 @@ def bar_plot(name: str, bars: Sequence[tuple[str, int | float | None, str]]) -> 
     parts = []
     for i, (label, value, text) in enumerate(bars):
         y = 4 + 24 * i
-        width = 300 * (max(value, 0.0) / top) if value is not None and math.isfinite(value) else 0.0
+        width = 200 * (max(value, 0.0) / top) if value is not None and math.isfinite(value) else 0.0
         parts += [
             tag("text", _short(label), x=196, y=y + 14, class_="label", text_anchor="end"),
             tag("rect", tag("title", label), x=204, y=y, width=f"{width:.1f}", height=18, rx=2, class_="bar"),
@@ -121,7 +122,7 @@ def _thin(xs: Sequence[int | float], ys: Sequence[float | None]) -> tuple[list[i
 
 def _short(label: str) -> str:
     """The end of a long name tells more than its beginning."""
-    return label if len(label) <= 28 else "…" + label[-27:]
+    return label if len(label) <= 24 else "…" + label[-23:]
 
 
 def _svg(height: int, name: str, parts: Sequence[Markup]) -> Markup:
