@@ -1,6 +1,6 @@
 """Rotary positions, masks and grouped-query attention.
 
-Letters: B batch, T queries, S keys, H heads, K key-value heads, D model, E head dimension.
+Letters: L stacked layers (or none), B batch, T queries, S keys, H heads, K key-value heads, D model, E head dimension.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from compress.models.linear import Linear, RMSNorm
 @partial(jax.tree_util.register_dataclass, data_fields=["keys", "values", "start"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """Keys and values of one layer; the next token is written at slot `start`."""
+    """Keys and values of one layer, or of all stacked (L); the next token is written at slot `start`."""
 
-    keys: Float[Array, "B S K E"]
-    values: Float[Array, "B S K E"]
-    start: Int[Array, ""]
+    keys: Float[Array, "*L B S K E"]
+    values: Float[Array, "*L B S K E"]
+    start: Int[Array, " *L"]
 
     def append(self, k, v) -> "LayerCache":
         at = (0, self.start, 0, 0)

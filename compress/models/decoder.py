@@ -62,8 +62,10 @@ def linears(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def init(config: DecoderConfig, key: Key[Array, ""], dtype=jnp.float32) -> Weights:
-    """Fresh weights: matrices from a normal of deviation 0.02, those that write to the residual stream scaled by
-    1 / sqrt(2 L) (GPT-2), biases zero, norms one."""
+    """Fresh weights: matrices from a normal of deviation 0.02, biases zero, norms one.
+
+    Those that write to the residual stream are scaled by 1 / sqrt(2 L), as in GPT-2.
+    """
     weights: Weights = {}
     for index, (name, shape) in enumerate(shapes(config).items()):
         if len(shape) == 2:
@@ -269,7 +271,6 @@ def extend(
 
     Rows of unequal length are padded with segment 0. The caller sees to it that the slots suffice.
     """
-    batch, time = tokens.shape
     put = partial(jax.lax.dynamic_update_slice, start_indices=(0, cache.start))
     key_positions, key_segments = put(cache.positions, positions), put(cache.segments, segments)
     x = embed(config, stacked, tokens, stacked.rest[FINAL_NORM].dtype)
@@ -277,7 +278,7 @@ def extend(
     starts = jnp.broadcast_to(cache.start, (config.num_hidden_layers,))
     layers = dataclasses.replace(cache.layers, start=starts)
     x, layers = run_layers(config, stacked, x, view, layers)
-    return final_norm(config, stacked, x), Cache(layers, key_positions, key_segments, cache.start + time)
+    return final_norm(config, stacked, x), Cache(layers, key_positions, key_segments, cache.start + tokens.shape[1])
 
 
 def iterate_blocks(config: DecoderConfig, weights: Weights) -> Iterator[tuple[int, dict]]:

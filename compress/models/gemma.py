@@ -12,9 +12,13 @@ import numpy as np
 from flax import nnx
 
 from compress.models.attention import Attention, Sight
-from compress.models.config import DecoderConfig, Rope, layer_windows
+from compress.models.config import DecoderConfig, Rope, integer, layer_windows, positive, table
 from compress.models.linear import RMSNorm
 from compress.models.llama import GatedMLP
+from export.errors import ArtifactError
+
+GLOBAL_ROPE = Rope(theta=1_000_000.0)
+LOCAL_ROPE = Rope(theta=10_000.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +32,9 @@ class Gemma2Config(DecoderConfig):
     attention_bias: bool = False
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
-    layer_windows: tuple[int | None, ...] = ()
 
     ACTIVATIONS: ClassVar[tuple[str, ...]] = ("gelu_pytorch_tanh",)
+    ABSENT: ClassVar[dict[str, int]] = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 
     def block(self) -> nnx.Module:
         return Gemma2Block(self)
@@ -41,18 +45,15 @@ class Gemma2Config(DecoderConfig):
 
     @classmethod
     def fields_from_hf(cls, hf: dict) -> dict:
+        if hf.get("use_bidirectional_attention"):
+            raise ArtifactError("config.json: use_bidirectional_attention is not supported: decoders look back only")
         # Gemma's config.json names the activation twice; hidden_activation is the one that counts.
         given = super().fields_from_hf(hf | {"hidden_act": hf.get("hidden_activation") or "gelu_pytorch_tanh"})
         for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if cap in hf:
-                given[cap] = hf[cap]
-        layers = given["num_hidden_layers"]
-        given["layer_windows"] = layer_windows(hf, layers, [cls.slides(hf, layer) for layer in range(layers)])
-        return given
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return self.layer_windows
+            if cap in hf and hf[cap] is None:
+                given[cap] = None
+        sliding = [cls.slides(hf, layer) for layer in range(given["num_hidden_layers"])]
+        return given | {"layer_windows": layer_windows(hf, sliding)}
 
     @property
     def embedding_scale(self) -> float:
@@ -74,25 +75,25 @@ class Gemma3Config(Gemma2Config):
     max_position_embeddings: int = 131_072
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
-    local_rope: Rope = Rope(theta=10_000.0)
+    rope: Rope = GLOBAL_ROPE
+    local_rope: Rope = LOCAL_ROPE
 
     def block(self) -> nnx.Module:
         return Gemma3Block(self)
 
     @classmethod
     def slides(cls, hf: dict, layer: int) -> bool:
-        return (layer + 1) % (hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6) != 0
+        hidden = integer(hf, "_sliding_window_pattern", 6)
+        return (layer + 1) % integer(hf, "sliding_window_pattern", hidden) != 0
 
     @classmethod
     def fields_from_hf(cls, hf: dict) -> dict:
-        by_kind = hf.get("rope_parameters") or {}
-        both = "full_attention" in by_kind
-        full = by_kind["full_attention"] if both else by_kind
+        by_kind = table(hf, "rope_parameters")
+        nested = "full_attention" in by_kind or "sliding_attention" in by_kind
+        full = table(by_kind, "full_attention") if nested else by_kind
+        local = table(by_kind, "sliding_attention") if nested else {}
         given = super().fields_from_hf(hf | {"rope_parameters": full})
-        given["rope"] = Rope.from_hf(full or hf.get("rope_scaling") or {}, hf.get("rope_theta") or 1_000_000.0)
-        local = by_kind.get("sliding_attention", {}) if both else {}
-        given["local_rope"] = Rope.from_hf(local, hf.get("rope_local_base_freq") or 10_000.0)
-        return given
+        return given | {"local_rope": Rope.from_hf(local, positive(hf, "rope_local_base_freq", LOCAL_ROPE.theta))}
 
     @property
     def frequencies(self) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Llama 2 and 3.x, SmolLM2 and Mistral (arXiv:2302.13971, arXiv:2310.06825)."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 from flax import nnx
@@ -14,23 +15,21 @@ from compress.models.linear import Linear, RMSNorm
 class LlamaConfig(DecoderConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
-    layer_windows: tuple[int | None, ...] = ()
-
-    @classmethod
-    def fields_from_hf(cls, hf: dict) -> dict:
-        given = super().fields_from_hf(hf)
-        layers = given["num_hidden_layers"]
-        # Mistral slides in every layer; Llama never does, whatever its config.json carries along.
-        windowed = hf if hf.get("model_type") == "mistral" else hf | {"sliding_window": None, "layer_types": None}
-        given["layer_windows"] = layer_windows(windowed, layers, [True] * layers)
-        return given
 
     def block(self) -> nnx.Module:
         return LlamaBlock(self)
 
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return self.layer_windows
+
+@dataclasses.dataclass(frozen=True)
+class MistralConfig(LlamaConfig):
+    """Llama whose layers all slide, unless `sliding_window` is null."""
+
+    ABSENT: ClassVar[dict[str, int]] = {"num_key_value_heads": 8, "sliding_window": 4096}
+
+    @classmethod
+    def fields_from_hf(cls, hf: dict) -> dict:
+        given = super().fields_from_hf(hf)
+        return given | {"layer_windows": layer_windows(hf, [True] * given["num_hidden_layers"])}
 
 
 class GatedMLP(nnx.Module):

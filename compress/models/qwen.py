@@ -4,24 +4,30 @@ Sources: arXiv:2407.10671 (Qwen2, section 2.2.1), arXiv:2505.09388 (Qwen3, secti
 """
 
 import dataclasses
+from typing import ClassVar
 
 from flax import nnx
 
 from compress.models.attention import Attention
-from compress.models.config import layer_windows
+from compress.models.config import integer, layer_windows
 from compress.models.llama import LlamaBlock, LlamaConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen2Config(LlamaConfig):
+    """Layers from `max_window_layers` on slide, where `use_sliding_window` says so."""
+
+    use_sliding_window: bool = False
+
+    ABSENT: ClassVar[dict[str, int]] = {"num_key_value_heads": 32, "sliding_window": 4096}
+
     @classmethod
     def fields_from_hf(cls, hf: dict) -> dict:
         given = super().fields_from_hf(hf)
-        layers = given["num_hidden_layers"]
-        first = hf.get("max_window_layers", 28)
-        windowed = hf if hf.get("use_sliding_window") else hf | {"sliding_window": None}
-        given["layer_windows"] = layer_windows(windowed, layers, [layer >= first for layer in range(layers)])
-        return given
+        first = integer(hf, "max_window_layers", 28, least=0)
+        windowed = hf if given.get("use_sliding_window") else hf | {"sliding_window": None}
+        sliding = [layer >= first for layer in range(given["num_hidden_layers"])]
+        return given | {"layer_windows": layer_windows(windowed, sliding)}
 
     def block(self) -> nnx.Module:
         return Qwen2Block(self)
@@ -29,6 +35,8 @@ class Qwen2Config(LlamaConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3Config(Qwen2Config):
+    ABSENT: ClassVar[dict[str, int]] = {**Qwen2Config.ABSENT, "head_dim": 128}
+
     def block(self) -> nnx.Module:
         return Qwen3Block(self)
 
