@@ -19,16 +19,18 @@ def run(settings: Gate, common: Common) -> dict[str, Any]:
     """
     assert settings.report is not None, "whoever calls this names a report"
     report = from_json(_read(settings.report), str(settings.report))
-    policy = Policy.built_in()
-    if settings.policy:
-        policy = Policy.from_toml(_decode(settings.policy), str(settings.policy))
-    verdict = judge(report, policy)
+    verdict = judge(report, read_policy(settings.policy))
     return {
         "verdict": verdict.sentence(),
         "status": verdict.status,
         "rules": [{"rule": o.subject, "status": o.status, "why": o.why} for o in verdict.outcomes],
         "exit_code": verdict.exit_code,
     }
+
+
+def read_policy(path: Path | None) -> Policy:
+    """The policy in a gate.toml, or the built-in one."""
+    return Policy.from_toml(_decode(path), str(path)) if path else Policy.built_in()
 
 
 def _decode(path: Path) -> str:

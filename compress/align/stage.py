@@ -1,0 +1,211 @@
+"""The align stage: a model in; the same model on a 4-bit base, with trained adapters beside it, out."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from compress.align.loss import both, policy_divergence, preference_loss, sequence_log_probability, sft_loss
+from compress.align.settings import Align
+from compress.data.batch import Batch, PairBatch
+from compress.data.batches import Batches, PairBatches
+from compress.data.rows import Rows
+from compress.data.split import training_and_held_out
+from compress.models.decoder import Stacked, linears, partition, stack, unstack
+from compress.models.folder import Model, load, save, to_host
+from compress.models.lora import init_adapters, is_adapter, with_adapters
+from compress.quantize import QUANTIZERS
+from compress.quantize.preflight import require_fit
+from compress.settings import Common
+from compress.train.course import fit_settings, held_out, mesh_of_devices, reporter, validator
+from compress.train.fit import fit, mean_of
+from export.atomic import atomic_folder
+from export.peft import Adapters
+from export.quantized import QuantSpec
+
+TRACE = "training.json"
+PAIRS = "preference.json"
+
+
+def run(settings: Align, common: Common) -> dict[str, Any]:
+    """Train adapters and write base and adapters as one folder, with the loss curve and the held-out pairs' scores.
+
+    Raises:
+      RecipeError, DataError, ArtifactError: settings, data or models that will not do.
+    """
+    assert common.out is not None and settings.model is not None
+    with atomic_folder(common.out, common.force) as folder:
+        base = quantized_base(load(settings.model).merged(), settings)
+        trainer = Trainer(base, settings, common)
+        adapters, trace = trainer.train()
+        (folder / TRACE).write_text(trace.to_json())
+        scores = trainer.score_pairs(adapters)
+        if scores:
+            (folder / PAIRS).write_text(json.dumps({**scores, "beta": settings.beta}) + "\n")
+        weights = to_host(unstack(base.config, adapters))
+        kept = Adapters(weights, settings.rank, settings.alpha, settings.dropout, settings.model)
+        facts = {"stage": "align", "method": settings.method, "model": settings.model, **trainer.facts()}
+        save(dataclasses.replace(base, adapters=kept), folder, facts)
+    best = min(trace.validations, key=lambda row: row["loss"])
+    return {
+        "out": str(common.out),
+        "method": settings.method,
+        "steps": len(trace.steps),
+        "best_step": trace.best_step,
+        "validation": {"before": trace.validations[0], "after": best},
+        **trainer.facts(),
+    }
+
+
+def quantized_base(model: Model, settings: Align) -> Model:
+    """The frozen base: a quantized model as it is, another one rounded to nearest."""
+    if model.is_quantized:
+        return model
+    spec = QuantSpec(bits=settings.bits, group_size=settings.group_size)
+    require_fit(model.config, spec.group_size)
+    quantize = QUANTIZERS["rtn"].quantize
+    packed = {name: jax.tree.map(np.asarray, quantize(model.weights[name], spec)) for name in linears(model.config)}
+    return dataclasses.replace(model, weights=model.weights | packed)
+
+
+class Trainer:
+    """Adapters on a base, the data that they learn from, and the loss."""
+
+    def __init__(self, base: Model, settings: Align, common: Common):
+        """Draw fresh adapters and open the data; nothing is trained yet."""
+        self.settings, self.common, self.config = settings, common, base.config
+        self.scale = settings.alpha / settings.rank
+        adapters = init_adapters(base.config, jax.random.key(common.seed), settings.rank)
+        stacked = stack(base.config, cast(base.weights, common.dtype) | adapters)
+        self.adapters, self.base = partition(stacked, is_adapter)
+        self.is_preference = settings.method != "sft"
+        kinds = ("preference",) if self.is_preference else ("completion", "messages", "text", "tokens")
+        options = {"columns": common.data.columns, "bad_rows": common.data.bad_rows, "kinds": kinds}
+        self.rows, self.valid = training_and_held_out(settings.data, settings.valid, **options)
+        self.tokenizer = base.tokenizer
+        reference = jax.jit(lambda base, batch: sequence_log_probability(self.config, base, batch))
+        self.reference = Reference(lambda batch: reference(self.base, batch))
+        self.log_probability = jax.jit(self._log_probability)
+
+    def batches(self, rows: Rows, **options: Any) -> Batches:
+        """Batches of the method's kind."""
+        make = PairBatches if self.is_preference else Batches
+        settings = self.settings
+        return make(
+            rows,
+            self.tokenizer,
+            size=settings.global_batch,
+            length=settings.sequence_length,
+            seed=self.common.seed,
+            room=settings.max_prompt,
+            **options,
+        )
+
+    def loss(self, *, dropout: float):
+        """The method's loss for `fit`."""
+        if not self.is_preference:
+            return sft_loss(self.config, self.scale, dropout=dropout)
+        settings = self.settings
+        return preference_loss(self.config, self.scale, method=settings.method, beta=settings.beta, dropout=dropout)
+
+    def train(self):
+        """The trained adapters and their trace."""
+        batches = self.batches(self.rows)
+        self.checks = held_out(self.batches(self.valid, epochs=1, shuffle=False))
+        if self.is_preference:
+            self.checks = list(self.reference.fill(self.checks))
+        plan = fit_settings(self.settings, batches, self.common.seed)
+        adapters, trace = fit(
+            self.loss(dropout=self.settings.dropout),
+            self.adapters,
+            self.base,
+            self.reference.fill(batches) if self.is_preference else batches,
+            plan,
+            mesh=mesh_of_devices(),
+            validate=self.validator(),
+            on_step=reporter(self.common.progress, f"align ({self.settings.method})", plan.steps),
+        )
+        return adapters, trace
+
+    def validator(self) -> Callable[[Stacked], dict[str, float]]:
+        """Held-out loss and metrics, and the exact KL(policy || reference) a token."""
+        measure = validator(self.loss(dropout=0.0), self.base, self.checks)
+        rows = [both(batch) if isinstance(batch, PairBatch) else batch for batch in self.checks]
+
+        @jax.jit
+        def divergence(adapters: Stacked, base: Stacked, batch: Batch):
+            policy = with_adapters(base, adapters, self.scale)
+            return policy_divergence(self.config, policy, base, batch)
+
+        def validate(adapters: Stacked) -> dict[str, float]:
+            parts = [divergence(adapters, self.base, batch) for batch in rows]
+            kl = (sum(float(total) for total, _ in parts), sum(float(count) for _, count in parts))
+            return measure(adapters) | mean_of({"kl_to_reference": kl})
+
+        return validate
+
+    def _log_probability(self, adapters: Stacked, base: Stacked, batch: Batch):
+        return sequence_log_probability(self.config, with_adapters(base, adapters, self.scale), batch)
+
+    def score_pairs(self, adapters: Stacked) -> dict[str, list[float]]:
+        """Log-probabilities of the held-out pairs' answers under policy and reference; nothing for SFT."""
+        if not self.is_preference:
+            return {}
+        scores: dict[str, list[float]] = {}
+        for pairs in self.checks:
+            real = np.asarray(pairs.chosen.mask.sum(1) > 0)
+            columns = {
+                "chosen": self.log_probability(adapters, self.base, pairs.chosen),
+                "rejected": self.log_probability(adapters, self.base, pairs.rejected),
+                "reference_chosen": pairs.reference_chosen,
+                "reference_rejected": pairs.reference_rejected,
+            }
+            for name, values in columns.items():
+                scores.setdefault(name, []).extend(np.asarray(values, float)[real].tolist())
+        return scores
+
+    def facts(self) -> dict[str, Any]:
+        """What the data was."""
+        quarantine = self.rows.quarantine
+        return {
+            "rows": {"read": quarantine.read, "skipped": quarantine.skipped, "reasons": dict(quarantine.reasons)},
+            "data_sha256": self.rows.sha256,
+        }
+
+
+class Reference:
+    """The reference's log-probabilities of pairs, computed once a pair and kept."""
+
+    def __init__(self, log_probability: Callable[[Batch], jax.Array]):
+        """`log_probability` gives a row's."""
+        self.log_probability = log_probability
+        self.kept: dict[bytes, tuple[float, float]] = {}
+
+    def fill(self, batches: Iterable[PairBatch]) -> Iterator[PairBatch]:
+        """The same batches with the reference's columns."""
+        for pairs in batches:
+            keys = [np.asarray(c).tobytes() + np.asarray(r).tobytes() for c, r in zip(*answers(pairs), strict=True)]
+            if any(key not in self.kept for key in keys):
+                chosen, rejected = (np.asarray(self.log_probability(side)) for side in (pairs.chosen, pairs.rejected))
+                self.kept |= {key: (float(chosen[i]), float(rejected[i])) for i, key in enumerate(keys)}
+            columns = np.array([self.kept[key] for key in keys], np.float32)
+            yield dataclasses.replace(pairs, reference_chosen=columns[:, 0], reference_rejected=columns[:, 1])
+
+
+def answers(pairs: PairBatch) -> tuple[np.ndarray, np.ndarray]:
+    """What tells a pair from another: tokens and masks of both rows."""
+    sides = (pairs.chosen, pairs.rejected)
+    chosen, rejected = (np.stack([s.tokens, np.asarray(s.mask, np.int32), s.segments], 1) for s in sides)
+    return chosen, rejected
+
+
+def cast(weights, dtype: str):
+    """Float tensors in `dtype`; quantized ones as they are."""
+    return {
+        name: jnp.asarray(value, jnp.dtype(dtype)) if isinstance(value, np.ndarray) else value
+        for name, value in weights.items()
+    }

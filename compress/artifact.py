@@ -1,0 +1,168 @@
+"""Exported files: written, checked against the model that they came from, and checked again later."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from compress.models.decoder import EMBEDDING, hidden_states, logits, stack
+from compress.models.folder import Model, load
+from compress.settings import Common, Export, Verify
+from export import FORMATS
+from export.atomic import atomic_folder
+from export.card import model_card
+from export.checkpoint import kind
+from export.errors import ArtifactError
+from export.manifest import read_manifest, verify_files, write_manifest
+from export.quantized import QuantizedTensor
+
+PROBE_TOKENS = 32
+PROBE_LOGITS = 64
+# Largest difference of a logit, by format, that rounding explains: what is stored exactly differs only by the order
+# of float32 sums; GGUF rounds floats to float16 and an asymmetric group's minimum too.
+EXACT, ROUNDED = 1e-3, 5e-2
+
+
+def export(settings: Export, common: Common) -> dict[str, Any]:
+    """Write a model in one format, or in several side by side.
+
+    Raises:
+      ArtifactError: the model cannot be read, or written in a format.
+    """
+    assert common.out is not None and settings.model is not None
+    model = load(settings.model)
+    with atomic_folder(common.out, common.force) as folder:
+        several = len(settings.format) > 1
+        written = {
+            name: write_artifact(model, name, folder / name if several else folder, settings, settings.model)
+            for name in settings.format
+        }
+    return {"out": str(common.out), "formats": written}
+
+
+def write_artifact(
+    model: Model, name: str, folder: Path, settings: Export, source: str, metrics: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write one format with model card and manifest, reload it, and compare logits; returns what was found.
+
+    Adapters are merged; a quantized model that has some is refused, since merged weights are floats again.
+
+    Raises:
+      ArtifactError: the reloaded files do not compute what the model does.
+    """
+    if model.adapters is not None and name != "safetensors":
+        raise ArtifactError(f"{source} has adapters; quantize it first, or export --format safetensors to merge them")
+    model = model.merged()
+    folder.mkdir(parents=True, exist_ok=True)
+    options: dict[str, Any] = {}
+    if name == "gguf" and settings.gguf_type != "auto":
+        options["float_type"] = settings.gguf_type
+        if settings.gguf_type in ("F16", "Q8_0") and model.is_quantized:
+            model = model.dequantized()
+    FORMATS[name].write(model.checkpoint, folder, **options)
+    expected = probe(model)
+    difference = compare(load(folder), expected)
+    rounds = name == "gguf" and settings.gguf_type not in ("auto", "F16") and not model.is_quantized
+    bound = np.inf if rounds else tolerance(name, model)
+    if not difference <= bound:
+        raise ArtifactError(f"{name}: reloaded logits differ by {difference:.3g} from {source}, more than {bound:.3g}")
+    facts = {"source": source, "format": name, "probe": expected, "logit_difference": difference}
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    card = {"Format": name, "Bytes": size, "Largest logit difference to its source": difference}
+    (folder / "README.md").write_text(model_card(Path(source).name, card, metrics or {}, format=name), encoding="utf-8")
+    write_manifest(folder, facts)
+    return {"bytes": size, "logit_difference": difference}
+
+
+def tolerance(name: str, model: Model) -> float:
+    """How far logits of a reloaded format may be off."""
+    packed = name == "compressed-tensors" and not isinstance(model.weights[EMBEDDING], QuantizedTensor)
+    return EXACT if packed else ROUNDED
+
+
+def probe(model: Model) -> dict[str, Any]:
+    """Fixed token ids and some of the logits that the model gives them: enough to know the model by."""
+    vocabulary = model.config.vocab_size
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, vocabulary, PROBE_TOKENS)
+    columns = np.unique(draw.integers(0, vocabulary, PROBE_LOGITS))
+    found = run_probe(model, tokens, columns)
+    return {"tokens": tokens.tolist(), "columns": columns.tolist(), "logits": found.round(6).tolist()}
+
+
+def run_probe(model: Model, tokens: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Logits [tokens, columns]."""
+
+    @jax.jit
+    def run(stacked, tokens):
+        return logits(model.config, stacked, hidden_states(model.config, stacked, tokens[None]))[0]
+
+    stacked = stack(model.config, model.merged().weights)
+    return np.asarray(run(stacked, jnp.asarray(tokens)))[:, columns]
+
+
+def compare(model: Model, expected: dict[str, Any]) -> float:
+    """The largest difference between the model's logits and those of a probe.
+
+    Raises:
+      ArtifactError: the probe is not one.
+    """
+    try:
+        tokens, columns = (np.asarray(expected[name], np.int64) for name in ("tokens", "columns"))
+        wanted = np.asarray(expected["logits"], np.float64)
+        fits = wanted.shape == (len(tokens), len(columns)) and tokens.size and columns.size
+    except (KeyError, TypeError, ValueError, OverflowError):
+        fits = False
+    if not fits or min(tokens.min(), columns.min()) < 0 or max(tokens.max(), columns.max()) >= model.config.vocab_size:
+        raise ArtifactError("manifest.json: its probe does not fit the model; export it anew")
+    return float(np.abs(run_probe(model, tokens, columns) - wanted).max())
+
+
+def verify(settings: Verify, common: Common) -> dict[str, Any]:
+    """Check an artifact's files against its manifest, reload them, and compare logits with the recorded ones.
+
+    Raises:
+      ArtifactError: files are missing, changed or extra, or the logits are not those of the model they came from.
+    """
+    assert settings.model is not None
+    path = Path(settings.model)
+    if not path.is_dir():
+        raise ArtifactError(f"{path}: not a folder; give the folder that export wrote")
+    folders = [path] if (path / "manifest.json").exists() else sorted(p.parent for p in path.glob("*/manifest.json"))
+    if not folders:
+        raise ArtifactError(f"{path}: no manifest.json; only what compress exported can be verified")
+    return {"verified": {folder.name: verify_folder(folder, settings.reference) for folder in folders}}
+
+
+def verify_folder(folder: Path, reference: str | None) -> dict[str, Any]:
+    """One format's folder: its files, and its logits against `reference` or the recorded probe."""
+    problems = verify_files(folder)
+    if problems:
+        raise ArtifactError(f"{folder}: {'; '.join(problems[:8])}")
+    facts = read_manifest(folder).get("facts")
+    expected = facts.get("probe") if isinstance(facts, dict) else None
+    if reference:
+        expected = probe(load(reference).merged())
+    if expected is None:
+        return {"files": "unchanged", "logits": "no record to compare with; give --reference"}
+    name, model = kind(folder), load(folder)
+    difference, bound = compare(model, expected), tolerance(name, model)
+    recorded = facts.get("logit_difference") if isinstance(facts, dict) else None
+    if isinstance(recorded, float) and not reference:
+        bound = max(bound, 2 * recorded)
+    if not difference <= bound:
+        raise ArtifactError(f"{folder}: logits differ by {difference:.3g} from their source, more than {bound:.3g}")
+    return {"format": name, "files": "unchanged", "logit_difference": difference}
+
+
+def artifact_bytes(folder: Path) -> int:
+    """Bytes of all files of a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file that this program wrote."""
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,1 @@
+"""Distillation of a teacher into a student."""

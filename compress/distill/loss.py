@@ -1,0 +1,86 @@
+"""The distillation loss: a divergence at temperature tau, mixed with cross-entropy, over chunks of tokens.
+
+Letters: B batch, T time, V vocabulary.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from compress.data.batch import Batch
+from compress.distill.divergences import DIVERGENCES, Divergence
+from compress.models.config import DecoderConfig
+from compress.models.decoder import Stacked, head, hidden_states, project
+from compress.models.linear import dense
+from compress.train.fit import LossFn
+from compress.train.head import HeadLoss, cross_entropy, head_sum
+
+
+def token_loss(
+    student: Float[Array, " V"],
+    teacher: Float[Array, " W"],
+    target: Int[Array, ""],
+    *,
+    divergence: Divergence,
+    temperature: float,
+    alpha: float,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """`alpha * tau^2 * D(teacher / tau, student / tau) + (1 - alpha) * cross-entropy` (arXiv:1503.02531, section 2).
+
+    tau^2 keeps the gradient's scale the same at every temperature. Vocabularies that differ by padding rows are
+    compared over their common rows; the cross-entropy is over all of the student's.
+    """
+    common = min(student.shape[0], teacher.shape[0])
+    distance = temperature**2 * divergence(student[:common] / temperature, teacher[:common] / temperature)
+    nll, _ = cross_entropy(student, target)
+    return alpha * distance + (1 - alpha) * nll, {"divergence": distance, "cross_entropy": nll}
+
+
+def distillation_loss(
+    student: DecoderConfig,
+    teacher: DecoderConfig,
+    *,
+    divergence: str = "forward_kl",
+    temperature: float = 2.0,
+    alpha: float = 0.9,
+    chunk: int = 512,
+    dtype=jnp.float32,
+    remat: bool = False,
+) -> LossFn:
+    """A loss for `fit`: trainable is the student's `Stacked`, frozen the teacher's.
+
+    Sums run over the tokens that the batch's mask makes targets; each is predicted from the token before it.
+    """
+
+    def context(frozen, inputs):
+        hidden, target = inputs
+        return project(teacher, hidden, frozen), target
+
+    parts = HeadLoss(
+        project=partial(project, student),
+        loss=partial(token_loss, divergence=DIVERGENCES[divergence], temperature=temperature, alpha=alpha),
+        context=context,
+        chunk=chunk,
+    )
+
+    def loss(trainable: Stacked, frozen: Stacked, batch: Batch, keys):
+        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), trainable)
+        where = {"positions": batch.positions, "segments": batch.segments}
+        ours = hidden_states(student, cast, batch.tokens, remat=remat, **where)
+        theirs = jax.lax.stop_gradient(hidden_states(teacher, frozen, batch.tokens, **where))
+        teacher_head = jax.lax.stop_gradient(dense(head(teacher, frozen), theirs.dtype))
+        mask = batch.mask[:, 1:]
+        total, metrics = head_sum(
+            parts,
+            ours[:, :-1],
+            head(student, cast),
+            teacher_head,
+            (theirs[:, :-1], batch.tokens[:, 1:]),
+            mask,
+        )
+        count = mask.sum()
+        return total, count, {name: (value, count) for name, value in metrics.items()}
+
+    return loss

@@ -1,0 +1,103 @@
+"""The distill stage: a teacher and a student in, a student that predicts like its teacher out."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from compress.data.batches import Batches
+from compress.data.split import training_and_held_out
+from compress.distill.loss import distillation_loss
+from compress.distill.settings import Distill
+from compress.distill.student import make_student
+from compress.errors import RecipeError
+from compress.models.decoder import stack, unstack
+from compress.models.folder import Model, load, parameter_count, save, to_host
+from compress.settings import Common
+from compress.tokenizer import same_tokenizer
+from compress.train.course import fit_settings, held_out, mesh_of_devices, reporter, validator
+from compress.train.fit import Trace, fit
+from export.atomic import atomic_folder
+
+TRACE = "training.json"
+
+
+def run(settings: Distill, common: Common) -> dict[str, Any]:
+    """Distill and write the student as a model folder with its loss curve.
+
+    Raises:
+      RecipeError, DataError, ArtifactError: settings, data or models that will not do.
+    """
+    assert common.out is not None
+    with atomic_folder(common.out, common.force) as folder:
+        teacher = load(settings.teacher).merged().dequantized()
+        student = make_student(settings.student, teacher, seed=common.seed)
+        check_pair(teacher, student)
+        trained, trace, facts = distill(teacher, student, settings, common)
+        (folder / TRACE).write_text(trace.to_json())
+        save(trained, folder, {"stage": "distill", "teacher": settings.teacher, **facts})
+    first, best = trace.validations[0], min(trace.validations, key=lambda row: row["loss"])
+    return {
+        "out": str(common.out),
+        "parameters": {"teacher": parameter_count(teacher), "student": parameter_count(trained)},
+        "steps": len(trace.steps),
+        "best_step": trace.best_step,
+        "validation": {"before": first, "after": best},
+        **facts,
+    }
+
+
+def check_pair(teacher: Model, student: Model) -> None:
+    """Refuse a student that reads other tokens than its teacher.
+
+    Raises:
+      RecipeError: with the first difference.
+    """
+    reason = same_tokenizer(teacher.tokenizer, student.tokenizer)
+    if reason:
+        raise RecipeError(
+            f"teacher and student have different tokenizers: {reason}; distillation compares token by token"
+        )
+
+
+def distill(teacher: Model, student: Model, settings: Distill, common: Common) -> tuple[Model, Trace, dict[str, Any]]:
+    """The student after training, its trace, and what the data was."""
+    dtype = jnp.dtype(common.dtype)
+    options = {"columns": common.data.columns, "bad_rows": common.data.bad_rows}
+    rows, valid = training_and_held_out(settings.data, settings.valid, **options)
+    shape: dict[str, Any] = {"size": settings.global_batch, "length": settings.sequence_length, "seed": common.seed}
+    tokenizer = teacher.tokenizer
+    batches = Batches(rows, tokenizer, **shape)
+    checks = held_out(Batches(valid, tokenizer, **shape, epochs=1, shuffle=False))
+    plan = fit_settings(settings, batches, common.seed)
+
+    loss = distillation_loss(
+        student.config,
+        teacher.config,
+        divergence=settings.divergence,
+        temperature=settings.temperature,
+        alpha=settings.alpha,
+        chunk=settings.chunk,
+        dtype=dtype,
+    )
+    frozen = jax.tree.map(lambda leaf: leaf.astype(dtype), stack(teacher.config, teacher.weights))
+    trainable = stack(student.config, student.dequantized().weights)
+    trained, trace = fit(
+        loss,
+        trainable,
+        frozen,
+        batches,
+        plan,
+        mesh=mesh_of_devices(),
+        validate=validator(loss, frozen, checks),
+        on_step=reporter(common.progress, "distill", plan.steps),
+    )
+    weights = to_host(unstack(student.config, trained))
+    facts = {
+        "tokens": int(sum(row["count"] for row in trace.steps)),
+        "packing": round(batches.efficiency, 4),
+        "rows": {"read": rows.quarantine.read, "skipped": rows.quarantine.skipped},
+        "data_sha256": rows.sha256,
+    }
+    return dataclasses.replace(student, weights=weights), trace, facts

@@ -1,0 +1,210 @@
+"""Models over held-out text: logits in bounded chunks for `eval`, and the report that comes of it.
+
+Letters: B rows, T tokens of a window, N tokens of a chunk, V vocabulary, D model.
+"""
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from compress.data.rows import Rows
+from compress.data.windows import Windows, documents, windows
+from compress.errors import RecipeError
+from compress.models.decoder import EMBEDDING, HEAD, LAYER, head, hidden_states, project, stack
+from compress.models.folder import Model, load
+from compress.models.linear import dense
+from compress.settings import Common, Eval
+from compress.tokenizer import same_tokenizer
+from eval import metrics
+from eval.markdown import to_table
+from eval.quantization_error import SquaredError, tensor_error
+from eval.report import Convention, ErrorRow, Report, Size, SizePart, tail, to_json
+from eval.retention import ADAPTED, BASE, LANDED, Retention, accumulate
+from eval.scores import Chunk, score
+from export.atomic import atomic_file
+from export.quantized import QuantizedTensor
+
+CHUNK = 256  # tokens whose logits exist at once, a model
+BATCH = 4  # windows that go through a model at once
+VERSIONED = ("jax", "jaxlib", "flax", "numpy", "optax", "safetensors", "tokenizers")
+
+
+def run(settings: Eval, common: Common) -> dict[str, Any]:
+    """Measure a model, against its parent and teacher if given, and write report.json.
+
+    Raises:
+      RecipeError, DataError, ArtifactError: settings, data or models that will not do.
+    """
+    assert settings.model is not None
+    models = {metrics.CANDIDATE: load(settings.model)}
+    if settings.baseline:
+        models[metrics.PARENT] = load(settings.baseline).merged().dequantized()
+    if settings.teacher:
+        models[metrics.TEACHER] = load(settings.teacher).merged().dequantized()
+    report = measure(models, settings, common, name=Path(settings.model).name)
+    if common.out is not None:
+        with atomic_file(common.out, common.force) as path:
+            path.write_text(to_json(report), encoding="utf-8")
+    return summary(report) | ({"report": str(common.out)} if common.out else {})
+
+
+def summary(report: Report) -> dict[str, Any]:
+    """The headline numbers, and the convention that they were measured by."""
+    assert report.convention is not None
+    return {
+        "measured": {what: f"{value} {interval}".strip() for what, value, interval in to_table(report)},
+        "convention": dataclasses.asdict(report.convention),
+    }
+
+
+def measure(models: Mapping[str, Model], settings: Eval, common: Common, *, name: str, **parts: Any) -> Report:
+    """The report on models named as in `eval.metrics`; the candidate is among them.
+
+    Args:
+      parts: further fields of the report; `evidence` holds further fields of the evidence.
+    """
+    held_out, convention = open_windows(models, settings, common)
+    baselines = [model for model in (metrics.PARENT, metrics.TEACHER) if model in models]
+    pairs = [(baseline, model) for baseline in baselines for model in models if model != baseline]
+    scores = score(chunks(models, held_out, common, "eval"), pairs)
+    candidate = models[metrics.CANDIDATE]
+    tensors = tensor_errors(models[metrics.PARENT], candidate) if metrics.PARENT in models else []
+    evidence = metrics.Evidence(
+        scores=scores, tensors=tensors, size=size_of(candidate), seed=common.seed, **parts.pop("evidence", {})
+    )
+    return Report(
+        name=name,
+        convention=convention,
+        metrics=metrics.measure(evidence),
+        tensors=[ErrorRow.of(error) for error in tensors],
+        size=evidence.size,
+        tails=[tail(scores[model], model, baseline) for baseline, model in pairs if model == metrics.CANDIDATE],
+        versions={package: importlib.metadata.version(package) for package in VERSIONED},
+        **parts,
+    )
+
+
+def open_windows(models: Mapping[str, Model], settings: Eval, common: Common) -> tuple[Windows, Convention]:
+    """Held-out windows that all models read alike, and the convention's name and numbers.
+
+    Raises:
+      RecipeError: two models have different tokenizers, or a BOS is asked for that there is not.
+    """
+    tokenizer = models[metrics.CANDIDATE].tokenizer
+    for other, model in models.items():
+        reason = same_tokenizer(tokenizer, model.tokenizer)
+        if reason:
+            raise RecipeError(
+                f"{other} has another tokenizer than the candidate: {reason}; their tokens do not compare"
+            )
+    if settings.bos and tokenizer.bos_id is None:
+        raise RecipeError("bos = true, but the tokenizer has no BOS token")
+    rows = Rows(settings.data, columns=common.data.columns, bad_rows=common.data.bad_rows)
+    held_out = windows(
+        documents(rows, tokenizer, tokens=settings.max_tokens),
+        settings.window,
+        stride=settings.stride,
+        bos_id=tokenizer.bos_id if settings.bos else None,
+        joined=True,
+        size=BATCH,
+        pad_id=tokenizer.pad_id or 0,
+    )
+    facts = held_out.convention
+    convention = Convention(
+        name=f"joined windows of {facts.window}, stride {facts.stride}, {'BOS' if facts.bos else 'no BOS'}",
+        window=facts.window,
+        stride=facts.stride,
+        bos=facts.bos,
+        tokens=facts.scored,
+        documents=facts.documents,
+        data=", ".join(path.name for path in settings.data),
+        data_sha256=facts.sha256,
+        seed=common.seed,
+    )
+    return held_out, convention
+
+
+def chunks(models: Mapping[str, Model], held_out: Windows, common: Common, stage: str) -> Iterator[Chunk]:
+    """Every model's logits on the windows, `CHUNK` tokens at a time; column t predicts token t + 1."""
+    dtype = jnp.dtype(common.dtype)
+    runs = {name: Runner(model, dtype) for name, model in models.items()}
+    batches = -(-len(held_out.windows) // held_out.size)
+    for number, (batch, owners) in enumerate(held_out, 1):
+        common.progress(stage, number, batches)
+        hidden = {name: run.hidden(batch) for name, run in runs.items()}
+        targets, mask, document = (a[:, 1:].reshape(-1) for a in (batch.tokens, batch.mask, owners))
+        for at in range(0, len(targets), CHUNK):
+            piece = slice(at, at + CHUNK)
+            if not mask[piece].any():
+                continue
+            logits = {name: runs[name].logits(hidden[name][piece]) for name in runs}
+            yield Chunk(logits, targets[piece], mask[piece], document[piece])
+
+
+class Runner:
+    """A model that is run batch after batch."""
+
+    def __init__(self, model: Model, dtype):
+        """Stack the weights once."""
+        cast = {n: v if isinstance(v, QuantizedTensor) else jnp.asarray(v, dtype) for n, v in model.weights.items()}
+        self.stacked = stack(model.config, cast)
+        self.head = jnp.asarray(dense(head(model.config, self.stacked), dtype))
+        self._hidden = jax.jit(partial(hidden_states, model.config))
+        self._project = jax.jit(partial(project, model.config))
+
+    def hidden(self, batch) -> jax.Array:
+        """Hidden states that predict columns 1 .. T-1 [B * (T - 1), D]."""
+        states = self._hidden(self.stacked, batch.tokens, positions=batch.positions, segments=batch.segments)
+        return states[:, :-1].reshape(-1, states.shape[-1])
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits [N, V] in float32."""
+        return self._project(hidden, self.head)
+
+
+def tensor_errors(parent: Model, candidate: Model) -> list[SquaredError]:
+    """The error of every quantized tensor against the parent's."""
+    return [
+        tensor_error(name, np.asarray(parent.weights[name], np.float32), np.asarray(value.dequantize(np.float32)))
+        for name, value in candidate.weights.items()
+        if isinstance(value, QuantizedTensor) and name in parent.weights
+    ]
+
+
+def size_of(model: Model) -> Size:
+    """Weights and bytes of the embedding, attention, MLP, norms and head; floats count two bytes, as exported."""
+    parts: dict[str, list[int]] = {}
+    for name, value in model.weights.items():
+        part = parts.setdefault(part_of(name), [0, 0])
+        count = int(np.prod(value.shape))
+        part[0] += count
+        part[1] += value.nbytes if isinstance(value, QuantizedTensor) else 2 * count
+    return Size([SizePart(name, weights, size) for name, (weights, size) in parts.items()])
+
+
+def part_of(name: str) -> str:
+    """Which part of the model a tensor belongs to."""
+    if name in (EMBEDDING, HEAD):
+        return "embedding" if name == EMBEDDING else "head"
+    match = LAYER.fullmatch(name)
+    inner = match[2] if match else name
+    return next(
+        (part for key, part in (("norm", "norms"), ("self_attn", "attention"), ("mlp", "mlp")) if key in inner), "other"
+    )
+
+
+def retention(base: Model, landed: Model, settings: Eval, common: Common) -> Retention | None:
+    """How much of the adapters on `base` survived in `landed`; None where there are none."""
+    if base.adapters is None:
+        return None
+    bare = dataclasses.replace(base, adapters=None)
+    models = {LANDED: landed, BASE: bare, ADAPTED: base.merged()}
+    held_out, _ = open_windows({metrics.CANDIDATE: landed}, settings, common)
+    return accumulate(chunks(models, held_out, common, "adapters"))

@@ -1,0 +1,80 @@
+"""Generation with a key-value cache: one pass over the prompts, then a token a step for all rows.
+
+Letters: B batch, T prompt tokens, N new tokens.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from compress.generate.sampling import GREEDY, Sampling, sample
+from compress.models.config import DecoderConfig
+from compress.models.decoder import Stacked, empty_cache, extend, logits
+
+# Prompts and answers are padded to multiples of this, so that nearby lengths share a compiled program.
+STRIDE = 64
+
+
+@partial(jax.jit, static_argnames=("config", "sampling", "new"))
+def _generate(config, stacked, tokens, lengths, keys, stop, *, sampling: Sampling, new: int):
+    batch, time = tokens.shape
+    columns = jnp.broadcast_to(jnp.arange(time), (batch, time))
+    segments = (columns < lengths[:, None]).astype(jnp.int32)
+    cache = empty_cache(config, batch, time + new, stacked.rest["model.norm.weight"].dtype)
+    hidden, cache = extend(config, stacked, cache, tokens, columns, segments)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+
+    def choose(hidden, number):
+        row_keys = jax.vmap(partial(jax.random.fold_in, data=number))(keys)
+        return sample(logits(config, stacked, hidden[:, 0]), sampling, row_keys).astype(jnp.int32)
+
+    def unfinished(state):
+        number, _, _, _, done = state
+        return (number < new) & ~done.all()
+
+    def step(state):
+        number, hidden, cache, out, done = state
+        token = choose(hidden, number)
+        out = out.at[:, number].set(jnp.where(done, -1, token))
+        done = done | jnp.isin(token, stop)
+        position = (lengths + number)[:, None]
+        hidden, cache = extend(config, stacked, cache, token[:, None], position, jnp.ones((batch, 1), jnp.int32))
+        return number + 1, hidden, cache, out, done
+
+    start = (jnp.int32(0), last, cache, jnp.full((batch, new), -1, jnp.int32), jnp.zeros(batch, bool))
+    return jax.lax.while_loop(unfinished, step, start)[3]
+
+
+def generate(
+    config: DecoderConfig,
+    stacked: Stacked,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int = 64,
+    sampling: Sampling = GREEDY,
+    stop: Sequence[int] = (),
+    seed: int = 0,
+) -> list[list[int]]:
+    """New token ids for every prompt, the stop token left out.
+
+    A row's tokens depend on its prompt, its place and `seed` alone, not on the other rows.
+
+    Raises:
+      ValueError: a prompt has no token.
+    """
+    if any(len(prompt) == 0 for prompt in prompts):
+        raise ValueError("a prompt has no token; begin with at least one")
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    longest, new = (-(-int(n) // STRIDE) * STRIDE for n in (lengths.max(), max_tokens))
+    tokens = np.zeros((len(prompts), longest), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(prompts)))
+    out = _generate(
+        config, stacked, tokens, lengths, keys, np.array(list(stop) or [-2], np.int32), sampling=sampling, new=new
+    )
+    stops = set(stop)
+    return [[int(t) for t in row[:max_tokens] if t >= 0 and int(t) not in stops] for row in np.asarray(out)]

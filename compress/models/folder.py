@@ -1,0 +1,144 @@
+"""A model as it lies on disk, checked: config, weights, adapters, and the files that travel along."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from compress.models import read_config
+from compress.models.config import DecoderConfig
+from compress.models.decoder import HEAD, shapes
+from compress.models.lora import merge_adapters
+from compress.tokenizer import Tokenizer
+from export.checkpoint import DTYPES, Checkpoint, check_finite, is_float, read
+from export.compressed_tensors import write as write_compressed
+from export.errors import ArtifactError
+from export.manifest import write_manifest
+from export.peft import CONFIG as ADAPTER_CONFIG
+from export.peft import Adapters
+from export.peft import read as read_adapters
+from export.peft import write as write_adapters
+from export.quantized import QuantizedTensor, Weights
+from export.safetensors import write as write_safetensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A checkpoint whose architecture is known and whose tensors have been checked against it.
+
+    Attributes:
+      hf: config.json, which is what is written again; `config` is the part of it that we compute with.
+      weights: NumPy arrays and quantized tensors by name; a tied head is absent.
+      adapters: low-rank updates that act beside the weights, if there are any.
+      files: tokenizer, chat template and generation config, by file name.
+    """
+
+    hf: dict[str, Any]
+    config: DecoderConfig
+    weights: Weights
+    files: dict[str, bytes]
+    adapters: Adapters | None = None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What `export` writes: the weights without the adapters."""
+        return Checkpoint(self.hf, self.weights, self.files)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_files(self.files)
+
+    @property
+    def is_quantized(self) -> bool:
+        return any(isinstance(value, QuantizedTensor) for value in self.weights.values())
+
+    def merged(self) -> "Model":
+        """This model with its adapters merged into its (dequantized) weights: the float model that they make."""
+        if self.adapters is None:
+            return self
+        weights = merge_adapters(self.weights, self.adapters.weights, self.adapters.scale)
+        return dataclasses.replace(self, weights=weights, adapters=None)
+
+    def dequantized(self, dtype: str = "float32") -> "Model":
+        """This model with every tensor an array of `dtype`; adapters stay apart."""
+        weights = {
+            name: np.asarray(value.dequantize(DTYPES[dtype]) if isinstance(value, QuantizedTensor) else value)
+            for name, value in self.weights.items()
+        }
+        return dataclasses.replace(self, weights=weights)
+
+
+def check_shapes(config: DecoderConfig, weights: Mapping[str, Any]) -> None:
+    """Every tensor of the architecture is there, in its shape, and no other.
+
+    Raises:
+      ArtifactError: one line that names all that are missing, wrong or left over.
+    """
+    wanted = shapes(config)
+    problems = [f"{name} is missing" for name in wanted if name not in weights]
+    for name, value in weights.items():
+        if name not in wanted:
+            problems.append(f"{name} is not part of this architecture")
+        elif tuple(value.shape) != wanted[name]:
+            problems.append(f"{name} has shape {tuple(value.shape)}, not {wanted[name]}")
+    if problems:
+        shown = "; ".join(problems[:8])
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ArtifactError(f"tensors do not fit config.json: {shown}{more}")
+
+
+def load(path: str | os.PathLike, dtype: str = "float32") -> Model:
+    """Read a model folder or GGUF file of any format, float tensors as `dtype`; adapters beside it come along.
+
+    Raises:
+      ArtifactError: the files are broken, unknown, incomplete or hold NaN or Inf.
+    """
+    try:
+        checkpoint = read(path)
+        config = read_config(checkpoint.config)
+        check_finite(checkpoint)
+        weights: Weights = {}
+        for name, value in checkpoint.weights.items():
+            if name.endswith("rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings):
+                # Derived from the config, and a copy of the embedding: older checkpoints carry them.
+                continue
+            weights[name] = value if isinstance(value, QuantizedTensor) else _cast(name, value, dtype)
+        check_shapes(config, weights)
+    except ArtifactError as error:
+        raise ArtifactError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+    model = Model(checkpoint.config, config, weights, checkpoint.files)
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        model = dataclasses.replace(model, adapters=read_adapters(path))
+    return model
+
+
+def _cast(name: str, value: Any, dtype: str) -> np.ndarray:
+    array = np.asarray(value)
+    if not is_float(array.dtype):
+        raise ArtifactError(f"{name}: {array.dtype} numbers where floats belong")
+    return array.astype(DTYPES[dtype])
+
+
+def to_host(weights: Mapping[str, Any]) -> Weights:
+    """The same tensors in NumPy."""
+    return {name: jax.tree.map(np.asarray, value) for name, value in weights.items()}
+
+
+def save(model: Model, folder: Path, facts: Mapping[str, Any] | None = None) -> None:
+    """Write a stage's model: bfloat16 safetensors, or compressed-tensors if it is quantized, adapters beside it."""
+    if model.is_quantized:
+        write_compressed(model.checkpoint, folder, pack_embedding=True)
+    else:
+        write_safetensors(model.checkpoint, folder)
+    if model.adapters is not None:
+        write_adapters(model.adapters, folder)
+    write_manifest(folder, facts)
+
+
+def parameter_count(model: Model) -> int:
+    """Number of weights, the embedding counted once."""
+    return sum(int(np.prod(value.shape)) for value in model.weights.values())

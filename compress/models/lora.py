@@ -1,0 +1,99 @@
+"""Low-rank adapters on the blocks' linears (LoRA, arXiv:2106.09685; on a 4-bit base, QLoRA, arXiv:2305.14314).
+
+An adapter is two tensors named after its linear: `lora_A` [R, I] and `lora_B` [O, R]. They add
+`alpha / R * B A x` to the linear's output. In training they are stacked over layers like the weights.
+
+Letters: L layers, B batch, R rank, I inputs, O outputs.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from compress.models.config import DecoderConfig
+from compress.models.decoder import Stacked, combine, linears
+from compress.models.linear import Dropout, dense
+from export.errors import ArtifactError
+from export.quantized import Weights
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor's name is an adapter's."""
+    return name.endswith((".lora_A", ".lora_B"))
+
+
+def init_adapters(config: DecoderConfig, key: Key[Array, ""], rank: int, *, targets: str = r".*") -> Weights:
+    """Fresh adapters for every linear of the blocks whose name matches `targets`: A uniform as in PEFT, B zero.
+
+    A's bound is sqrt(6 / ((1 + 5) I)) = 1 / sqrt(I), so that its rows have about the scale of the input's mean.
+
+    Raises:
+      ArtifactError: `targets` matches no linear.
+    """
+    adapters: Weights = {}
+    for index, (name, (outputs, inputs)) in enumerate(linears(config).items()):
+        linear = name.removesuffix(".weight")
+        if not re.search(targets, linear):
+            continue
+        bound = inputs**-0.5
+        draw = jax.random.uniform(jax.random.fold_in(key, index), (rank, inputs), jnp.float32, -bound, bound)
+        adapters[f"{linear}.lora_A"] = draw
+        adapters[f"{linear}.lora_B"] = jnp.zeros((outputs, rank), jnp.float32)
+    if not adapters:
+        raise ArtifactError(f"adapter targets {targets!r} match no linear layer")
+    return adapters
+
+
+def with_adapters(
+    base: Stacked,
+    adapters: Stacked,
+    scale: float | Float[Array, ""],
+    *,
+    rate: float = 0.0,
+    keys: Key[Array, " B"] | None = None,
+) -> Stacked:
+    """The base with adapters beside its linears, `scale` = alpha / rank put into B.
+
+    With `rate` and one key a row of the batch, adapters' inputs are dropped out. Layers and linears derive their
+    keys from the row's, so a row's dropout depends on nothing but its key.
+    """
+    first = 0
+    layers = []
+    for segment in adapters.layers:
+        placed = {name: leaf * scale if name.endswith("lora_B") else leaf for name, leaf in segment.items()}
+        if rate and keys is not None and segment:
+            depth = next(iter(segment.values())).shape[0]
+            names = sorted(name for name in segment if name.endswith("lora_A"))
+            for index, name in enumerate(names):
+                ids = (jnp.arange(depth) + first) * len(names) + index
+                per_layer = jax.vmap(lambda i: jax.vmap(lambda key: jax.random.fold_in(key, i))(keys))(ids)
+                placed[name.removesuffix("lora_A") + "lora_dropout"] = Dropout(per_layer, jnp.full(depth, rate))
+            first += depth
+        layers.append(placed)
+    return combine(base, Stacked({}, layers))
+
+
+def merge_adapters(weights: Weights, adapters: Weights, scale: float) -> Weights:
+    """`W + scale * B A` in float32 for every adapted linear, of a quantized one from its dequantized weight.
+
+    Raises:
+      ArtifactError: an adapter has no linear, no partner, or a wrong shape; all such are named.
+    """
+    merged = dict(weights)
+    problems = []
+    for linear in sorted({name.rpartition(".")[0] for name in adapters}):
+        name = f"{linear}.weight"
+        a, b = adapters.get(f"{linear}.lora_A"), adapters.get(f"{linear}.lora_B")
+        if name not in weights or a is None or b is None:
+            problems.append(f"{linear} lacks its {'weight' if name not in weights else 'lora_A or lora_B'}")
+        elif (b.shape[0], a.shape[1]) != tuple(weights[name].shape) or b.shape[1] != a.shape[0]:
+            problems.append(f"{linear}: B {b.shape} and A {a.shape} on a weight of {tuple(weights[name].shape)}")
+        else:
+            delta = jnp.asarray(b, jnp.float32) @ jnp.asarray(a, jnp.float32)
+            merged[name] = np.asarray(dense(jax.tree.map(jnp.asarray, weights[name]), jnp.float32) + scale * delta)
+    if problems:
+        raise ArtifactError(f"adapters that do not fit the model: {'; '.join(problems)}")
+    return merged

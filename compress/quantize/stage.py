@@ -1,0 +1,89 @@
+"""The quantize stage: a model in, with adapters or without; a compressed-tensors folder out."""
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+from compress.data.batch import Batch
+from compress.data.batches import Batches
+from compress.data.rows import Rows
+from compress.errors import RecipeError
+from compress.models.decoder import linears
+from compress.models.folder import Model, load, save, to_host
+from compress.quantize import QUANTIZERS
+from compress.quantize.calibrate import quantize_model
+from compress.quantize.settings import Quantize
+from compress.settings import Common
+from export.atomic import atomic_folder
+from export.quantized import QuantizedTensor, QuantSpec
+
+LAYERS = "layers.json"
+
+
+def run(settings: Quantize, common: Common) -> dict[str, Any]:
+    """Merge adapters into the (dequantized) base that they were trained on, quantize, and write.
+
+    Raises:
+      RecipeError: groups that do not divide a layer, a method without its calibration data.
+      DataError, ArtifactError: data or a model that will not do.
+    """
+    assert common.out is not None and settings.model is not None
+    if QUANTIZERS[settings.method].calibrated and not settings.calibration:
+        raise RecipeError(
+            f"--calibration is missing: {settings.method} needs text to calibrate on; or use --method rtn"
+        )
+    with atomic_folder(common.out, common.force) as folder:
+        parent = load(settings.model).merged().dequantized()
+        result = quantize(parent, settings, common)
+        (folder / LAYERS).write_text(json.dumps(result.layers) + "\n")
+        facts = {"stage": "quantize", "method": settings.method, "model": settings.model}
+        save(result.model, folder, facts)
+    packed = [value for value in result.model.weights.values() if isinstance(value, QuantizedTensor)]
+    return {
+        "out": str(common.out),
+        "method": settings.method,
+        "bits": settings.bits,
+        "group_size": settings.group_size,
+        "symmetric": settings.symmetric,
+        "tensors": {"quantized": len(packed), "of": len(linears(parent.config))},
+        "bytes": sum(value.nbytes for value in packed),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The quantized model and its layers' output errors."""
+
+    model: Model
+    layers: list[dict[str, Any]]
+
+
+def quantize(parent: Model, settings: Quantize, common: Common) -> Result:
+    """A float model's linears, and its embedding if asked, as groups of few bits."""
+    spec = QuantSpec(bits=settings.bits, group_size=settings.group_size, symmetric=settings.symmetric)
+    batches = calibration_batches(parent, settings, common) if settings.calibration else []
+    method = QUANTIZERS[settings.method]
+    found = quantize_model(
+        parent.config,
+        parent.weights,
+        batches,
+        spec,
+        settings.method,
+        embedding_bits=settings.embedding_bits,
+        fallback_group_size=settings.fallback_group_size,
+        settings={"damp": settings.damp} if "damp" in method.settings else {},
+        progress=common.progress,
+    )
+    return Result(dataclasses.replace(parent, weights=to_host(found.weights)), found.layers)
+
+
+def calibration_batches(parent: Model, settings: Quantize, common: Common) -> list[Batch]:
+    """The first `calibration_tokens` tokens of the calibration text, packed."""
+    rows = Rows(settings.calibration, columns=common.data.columns, bad_rows=common.data.bad_rows)
+    size = max(1, min(4, settings.calibration_tokens // settings.sequence_length))
+    batches = Batches(
+        rows, parent.tokenizer, size=size, length=settings.sequence_length, seed=common.seed, epochs=1, shuffle=False
+    )
+    wanted = max(1, settings.calibration_tokens // (size * settings.sequence_length))
+    return list(itertools.islice(batches, wanted))

@@ -1,0 +1,1 @@
+"""The training loop, the losses at the vocabulary head, and the mesh."""

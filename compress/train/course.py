@@ -1,0 +1,85 @@
+"""What every training stage does around `fit`: count its steps, keep its held-out batches, say how far it is."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from compress.data.batches import Batches
+from compress.errors import DataError
+from compress.progress import Progress
+from compress.train.fit import FitSettings, LossFn, mean_of
+from compress.train.mesh import make_mesh
+
+VALIDATION_BATCHES = 16
+
+
+class Course(Protocol):
+    """The settings that training stages share."""
+
+    steps: int | None
+    epochs: float | None
+    learning_rate: float
+    warmup: int
+    weight_decay: float
+    global_batch: int
+    per_device_batch: int | None
+    valid_every: int
+
+
+def fit_settings(course: Course, batches: Batches, seed: int) -> FitSettings:
+    """The settings of `fit`, with epochs turned into steps."""
+    steps = course.steps or max(1, math.ceil((course.epochs or 1) * batches.steps_per_epoch()))
+    return FitSettings(
+        steps=steps,
+        learning_rate=course.learning_rate,
+        warmup_steps=course.warmup,
+        weight_decay=course.weight_decay,
+        global_batch=course.global_batch,
+        per_device_batch=course.per_device_batch,
+        validate_every=course.valid_every,
+        seed=seed,
+    )
+
+
+def held_out(batches: Batches) -> list[Any]:
+    """The first batches of one pass over held-out data, kept for every validation."""
+    kept = list(itertools.islice(batches, VALIDATION_BATCHES))
+    if not kept:
+        raise DataError("no held-out rows to validate on; give more data, or a file of them with --valid")
+    return kept
+
+
+def mesh_of_devices() -> Mesh | None:
+    """All devices along the data axis; None where there is one."""
+    return make_mesh() if jax.device_count() > 1 else None
+
+
+def validator(loss_fn: LossFn, frozen: Any, batches: Sequence[Any]) -> Callable[[Any], dict[str, float]]:
+    """A function of the trainable weights: the held-out means of the loss and its metrics, nothing dropped out."""
+    measure = jax.jit(lambda trainable, frozen, batch: loss_fn(trainable, frozen, batch, None))
+
+    def validate(trainable: Any) -> dict[str, float]:
+        sums: dict[str, list[float]] = {}
+        for batch in batches:
+            total, count, metrics = measure(trainable, frozen, batch)
+            for name, (value, weight) in {"loss": (total, count), **metrics}.items():
+                kept = sums.setdefault(name, [0.0, 0.0])
+                kept[0] += float(value)
+                kept[1] += float(weight)
+        return mean_of({name: (total, count) for name, (total, count) in sums.items()})
+
+    return validate
+
+
+def reporter(progress: Progress, stage: str, steps: int) -> Callable[[int, dict[str, float]], None]:
+    """Shows each step's loss and speed."""
+
+    def on_step(step: int, row: dict[str, float]) -> None:
+        speed = row["count"] / row["seconds"] if row["seconds"] else 0.0
+        progress(stage, step, steps, loss=row["loss"], per_second=speed)
+
+    return on_step

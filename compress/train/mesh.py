@@ -1,0 +1,69 @@
+"""The device mesh and where weights and batches lie on it.
+
+Axes: `data` splits the batch, `fsdp` splits the batch and every weight, `tensor` splits heads and channels. An axis
+that does not divide a dimension is dropped for that tensor.
+"""
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from compress.errors import RecipeError
+
+AXES = ("data", "fsdp", "tensor")
+# First match wins; the spec is for a weight [O, I]. Whatever matches none is replicated.
+RULES = (
+    (r"(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|lora_B)$", ("tensor", "fsdp")),
+    (r"(o_proj|down_proj)\.(weight|lora_A)$", ("fsdp", "tensor")),
+    (r"(embed_tokens|lm_head)\.weight$", ("tensor", "fsdp")),
+    (r"lora_A$", (None, "fsdp")),
+    (r"lora_B$", ("fsdp", None)),
+)
+
+
+def make_mesh(data: int | None = None, fsdp: int = 1, tensor: int = 1) -> Mesh:
+    """A mesh over all devices; `data` defaults to what the other two leave.
+
+    Raises:
+      RecipeError: the product isn't the number of devices.
+    """
+    devices = jax.device_count()
+    data = devices // (fsdp * tensor) if data is None else data
+    if data * fsdp * tensor != devices:
+        raise RecipeError(f"mesh {data} x {fsdp} x {tensor} (data x fsdp x tensor) does not fit {devices} devices")
+    return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def fit_spec(mesh: Mesh, spec: tuple, shape: tuple[int, ...]) -> PartitionSpec:
+    """Align `spec` with the last dimensions of `shape` and drop the axes that do not divide."""
+    full = (None,) * (len(shape) - len(spec)) + spec[max(0, len(spec) - len(shape)) :]
+    sizes = [1 if axis is None else int(np.prod([mesh.shape[name] for name in np.atleast_1d(axis)])) for axis in full]
+    return PartitionSpec(
+        *(axis if length % size == 0 else None for axis, size, length in zip(full, sizes, shape, strict=True))
+    )
+
+
+def weight_shardings(mesh: Mesh, tree: Any) -> Any:
+    """A sharding for every leaf of a tree of weights, by the tensor's name in the tree's path."""
+
+    def place(path, leaf):
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+        # The arrays of a quantized tensor lie along the same axes as the weight that they stand for.
+        name = re.sub(r"\.(packed|scale|zero)$", "", name)
+        spec = next((spec for pattern, spec in RULES if re.search(pattern, name)), ())
+        return NamedSharding(mesh, fit_spec(mesh, spec, leaf.shape) if leaf.ndim >= 2 else PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def batch_sharding(mesh: Mesh, rows_axis: int = 0) -> NamedSharding:
+    """Rows over data and fsdp; `rows_axis` is where the rows are."""
+    return NamedSharding(mesh, PartitionSpec(*(None,) * rows_axis, ("data", "fsdp")))
+
+
+def place(mesh: Mesh, tree: Any) -> Any:
+    """Put weights on the mesh."""
+    return jax.device_put(tree, weight_shardings(mesh, tree))
