@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from compress.data.batch import Batch, PairBatch
 from compress.data.examples import Example, example, fit, fit_pair, pair
 from compress.data.pack import batch_of, pack, pair_batch_of, pieces
 from compress.data.rows import Quarantine, Row, Rows
@@ -119,6 +118,10 @@ class Batches:
             if self._plan is not None:
                 self.rows.quarantine = held
 
+    @property
+    def _bos_id(self) -> int | None:
+        return self.tokenizer.bos_id if self.tokenizer.wants_bos else None
+
     def _settings(self) -> dict[str, Any]:
         return {
             "size": self.size,
@@ -127,7 +130,7 @@ class Batches:
             "shuffle": self.shuffle,
             "room": self.room,
             "buffer": self.buffer,
-            "data": [[path.name, path.stat().st_size] for path in self.rows.paths],
+            "data": self.rows.sha256,
             "tokenizer": self.tokenizer.fingerprint,
         }
 
@@ -191,14 +194,14 @@ class Batches:
         sample = example(row, self.tokenizer)
         if row.kind in ("text", "tokens"):
             return pieces(sample, self.length) if sample.mask.any() else []
-        fitted = fit(sample, self.length, room=self.room, bos_id=self.tokenizer.bos_id)
+        fitted = fit(sample, self.length, room=self.room, bos_id=self._bos_id)
         return [] if fitted is None else [fitted]
 
     def _arrange(self, items: list) -> list:
         """The rows of the batches to come."""
         return [[items[i] for i in row] for row in pack([len(item) for item in items], self.length)]
 
-    def _assemble(self, chosen: list) -> Batch:
+    def _assemble(self, chosen: list) -> Any:
         self.tokens += sum(len(sample) for row in chosen for sample in row)
         self.slots += self.size * self.length
         return batch_of(chosen, self.size, self.length, self.tokenizer.pad_id or 0)
@@ -208,13 +211,13 @@ class PairBatches(Batches):
     """Batches of `size` preference pairs, a pair a row, padded at the right; else as `Batches`."""
 
     def _items(self, row: Row) -> list:
-        fitted = fit_pair(*pair(row, self.tokenizer), length=self.length, room=self.room, bos_id=self.tokenizer.bos_id)
+        fitted = fit_pair(*pair(row, self.tokenizer), length=self.length, room=self.room, bos_id=self._bos_id)
         return [] if fitted is None else [fitted]
 
     def _arrange(self, items: list) -> list:
         return items
 
-    def _assemble(self, chosen: list) -> PairBatch:
+    def _assemble(self, chosen: list) -> Any:
         self.tokens += sum(map(_tokens, chosen))
         self.slots += 2 * self.size * self.length
         return pair_batch_of(chosen, self.size, self.length, self.tokenizer.pad_id or 0)

@@ -78,7 +78,7 @@ def conversation(messages: list[dict[str, Any]], tokenizer: Tokenizer, *, first:
     """A conversation as the chat template writes it; assistant turns from message `first` on are targets.
 
     A turn runs from where the generation prompt ends (so the model learns what it will be asked to produce)
-    through the first id that ends a generation. A last turn that the template does not end gets an EOS.
+    through the special token that the template ends it with. A last turn that it does not end gets an EOS.
     """
     messages = [{**m, "content": tokenizer.guard(m["content"])} for m in messages]
     rendered = tokenizer.chat(messages, now=TEMPLATE_DATE)
@@ -94,10 +94,9 @@ def conversation(messages: list[dict[str, Any]], tokenizer: Tokenizer, *, first:
         left, right = _turn(messages, turn, rendered, tokenizer)
         begin = int(np.searchsorted(ends, left, side="right"))  # a token that straddles the border is the answer's
         stop = max(int(np.searchsorted(starts, right)), begin)
-        stop = _through_end(ids, stop, tokenizer)
+        stop, ended = _through_end(ids, stop, tokenizer)
         mask[begin:stop] = True
-    last = len(messages) - 1
-    if turns[-1] == last and not any(i in tokenizer.eos_ids for i in ids[begin:]) and tokenizer.eos_id is not None:
+    if turns[-1] == len(messages) - 1 and not ended and tokenizer.eos_id is not None:
         ids = [*ids[:stop], tokenizer.eos_id]
         mask[stop] = True
     mask[0] = False
@@ -148,14 +147,15 @@ def _text(ids: list[int]) -> Example:
     return Example(np.array(ids, np.int32), np.arange(len(ids)) > 0)
 
 
-def _through_end(ids: list[int], stop: int, tokenizer: Tokenizer) -> int:
-    """Past the token that ends the turn, if it follows at `stop` with nothing but blanks between."""
+def _through_end(ids: list[int], stop: int, tokenizer: Tokenizer) -> tuple[int, bool]:
+    """Past the special token that ends a turn, and whether one does: at `stop`, or with only blanks before it."""
+    ends = tokenizer.eos_ids | (tokenizer.special_ids - {tokenizer.bos_id})
     for at in range(stop, len(ids)):
-        if ids[at] in tokenizer.eos_ids:
-            return at + 1
+        if ids[at] in ends:
+            return at + 1, True
         if tokenizer.decode([ids[at]]).strip():
             break
-    return stop
+    return stop, False
 
 
 def _turn(messages: list[dict[str, Any]], turn: int, rendered: str, tokenizer: Tokenizer) -> tuple[int, int]:
@@ -167,7 +167,7 @@ def _turn(messages: list[dict[str, Any]], turn: int, rendered: str, tokenizer: T
     """
     content = messages[turn]["content"].strip()
     probe = "Z" if content[:1] != "Z" and content[-1:] != "Z" else "Q" if "Q" not in content[:1] + content[-1:] else "#"
-    changed = [*messages[:turn], {**messages[turn], "content": probe}, *messages[turn + 1 :]]
+    changed = [*messages[:turn], {"role": "assistant", "content": probe}, *messages[turn + 1 :]]
     other = tokenizer.chat(changed, now=TEMPLATE_DATE)
     left = _shared_prefix(rendered, other)
     tail = _shared_prefix(rendered[left:][::-1], other[left:][::-1])

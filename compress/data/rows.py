@@ -9,8 +9,10 @@ A row's kind is told by its columns:
     text         text
 """
 
+import codecs
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -138,6 +140,7 @@ class Rows:
             raise DataError(f"{where}: {reason}; mend it, or pass bad_rows = 'skip' (--bad-rows skip) to leave it out")
         self.quarantine.skip(where, reason)
 
+    @functools.cached_property
     def sha256(self) -> str:
         """Hash of the files' bytes, one after the other."""
         digest = hashlib.sha256()
@@ -165,7 +168,7 @@ class Rows:
             if bad is None and (raw is None or not _is_utf8(raw)):
                 bad = line
             line += 1
-        if any(part.strip() for part in held) or bad:
+        if bad or any(part.removeprefix(codecs.BOM_UTF8).strip() for part in held):
             yield f"{path}:{bad or first}", _joined(held, bad, first == 1), (file.tell(), line)
 
     def _check(self, values: Any) -> tuple[str, dict[str, Any]]:

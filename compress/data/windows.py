@@ -49,7 +49,7 @@ class Windows:
     """(batch, documents) pairs, in the same order each time; documents [B, T] is -1 on padding."""
 
     convention: Convention
-    windows: list[tuple[Example, Int32[np.ndarray, " N"]]]
+    windows: list[tuple[Example, np.ndarray]]
     size: int
     pad_id: int
 
@@ -147,7 +147,7 @@ def _sample(row, tokenizer: Tokenizer) -> Example:
         ids = np.array(tokenizer.encode(row.values["text"]), np.int32)
         return Example(ids, np.ones(len(ids), bool))
     sample = example(row, tokenizer)
-    bos = int(len(sample) > 0 and sample.tokens[0] == tokenizer.bos_id)
+    bos = int(tokenizer.wants_bos and sample.tokens[0] == tokenizer.bos_id)
     return Example(sample.tokens[bos:], sample.mask[bos:])
 
 
@@ -155,6 +155,8 @@ def _cut(
     sample: Example, owner: np.ndarray, room: int, stride: int, bos_id: int | None
 ) -> Iterator[tuple[Example, np.ndarray]]:
     seen = 0
+    if bos_id is not None and sample.tokens[0] == bos_id:
+        sample, owner = Example(sample.tokens[1:], sample.mask[1:]), owner[1:]
     for at in range(0, len(sample), stride):
         end = min(at + room, len(sample))
         tokens, owners = sample.tokens[at:end], owner[at:end]
