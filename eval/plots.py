@@ -10,6 +10,7 @@ MAX_POINTS = 400
 """Points of a line that are drawn; of a longer one, evenly spaced ones."""
 
 _WIDTH, _HEIGHT = 640, 260
+_LARGEST, _TINIEST = 1e300, 1e-200  # beyond these, the arithmetic of an axis leaves the floats
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 12, 12, 36
 
 
@@ -23,11 +24,11 @@ class Line:
 
 
 def line_plot(lines: Sequence[Line], x_name: str, y_name: str) -> Markup:
-    """Lines over a common x axis, with a legend if there are several. Empty without a finite point."""
+    """Lines over a common x axis, with a legend if there are several. Empty without a point that can be drawn."""
     drawn = [Line(line.name, *_thin(line.xs, line.ys)) for line in lines]
     xs = [float(x) for line in drawn for x, y in zip(line.xs, line.ys) if y is not None]
     ys = [y for line in drawn for y in line.ys if y is not None]
-    if not xs or not math.isfinite(max(xs) - min(xs)) or not math.isfinite(2 * (max(ys) - min(ys))):
+    if not xs:
         return Markup("")
     across, up = _Axis(xs, _LEFT, _WIDTH - _RIGHT), _Axis(ys, _HEIGHT - _BOTTOM, _TOP)
     parts = [_grid(across, up), _axis_names(x_name, y_name)]
@@ -63,7 +64,9 @@ class _Axis:
 
     def __init__(self, values: Sequence[float], start: int, end: int):
         low, high = min(values), max(values)
-        margin = (high - low) * 0.02 or abs(high) * 0.5 or 1.0
+        margin = (high - low) * 0.02
+        if margin < _TINIEST:
+            margin = max(abs(high) * 0.5, _TINIEST) if high else 1.0
         self.low, self.high, self.start, self.end = low - margin, high + margin, start, end
 
     def __call__(self, value: float) -> float:
@@ -117,7 +120,7 @@ def _path(line: Line, across: _Axis, up: _Axis) -> str:
 def _thin(xs: Sequence[int | float], ys: Sequence[float | None]) -> tuple[list[int | float], list[float | None]]:
     count = min(len(xs), len(ys))
     keep = range(count) if count <= MAX_POINTS else [i * (count - 1) // (MAX_POINTS - 1) for i in range(MAX_POINTS)]
-    return [xs[i] for i in keep], [y if (y := ys[i]) is not None and math.isfinite(y) else None for i in keep]
+    return [xs[i] for i in keep], [y if (y := ys[i]) is not None and abs(y) < _LARGEST else None for i in keep]
 
 
 def _short(label: str) -> str:

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eval import schema
@@ -257,6 +257,9 @@ def test_the_table_always_has_its_five_rows():
 
 
 @settings(max_examples=60, deadline=None)
+@example([(0, 1.2e308)])
+@example([(0, 5e-324), (1, 1e-323)])
+@example([(0, -1.7e308), (1, 1.7e308)])
 @given(st.lists(st.tuples(st.integers(-(2**60), 2**60), st.none() | st.floats()), max_size=6))
 def test_a_plot_of_any_numbers_has_only_finite_coordinates(points):
     xs, ys = [x for x, _ in points], [y for _, y in points]
