@@ -13,7 +13,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from compress.errors import DataError
 from export.errors import ArtifactError
 
-MAX_STEPS = 1_000_000  # loop iterations and calls of one rendering
+MAX_STEPS = 200_000  # of one rendering: a loop's iteration is one, a call is CALL of them
+CALL = 4
+MAX_NUMBER = 1_000_000  # that may be handed to a function, such as range
 MAX_CHARACTERS = 1 << 26  # of one rendering, and of any string that a template builds on the way
 MAX_EXPONENT = 64
 
@@ -86,8 +88,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def start(self) -> None:
         self.steps = 0
 
-    def _step(self) -> None:
-        self.steps += 1
+    def _step(self, cost: int = 1) -> None:
+        self.steps += cost
         if self.steps > MAX_STEPS:
             raise _OutOfBounds(f"it takes more than {MAX_STEPS} steps")
 
@@ -100,9 +102,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _short("".join(_short(str(part)) for part in parts))
 
     def call(self, context, obj, /, *args, **kwargs):
-        self._step()
-        if any(isinstance(value, int) and value > MAX_STEPS for value in (*args, *kwargs.values())):
-            raise _OutOfBounds(f"it passes a number above {MAX_STEPS} to a function")
+        self._step(CALL)
+        if any(isinstance(value, int) and value > MAX_NUMBER for value in (*args, *kwargs.values())):
+            raise _OutOfBounds(f"it passes a number above {MAX_NUMBER} to a function")
         result = super().call(context, obj, *args, **kwargs)
         return _short(result) if isinstance(result, str) else result
 

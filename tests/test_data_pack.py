@@ -164,7 +164,7 @@ def test_windows_score_each_token_at_most_once_and_name_its_document(sizes, wind
 def test_the_simple_protocol_scores_all_but_the_first_of_each_window():
     found = windows([Example(np.arange(24, dtype=np.int32), np.ones(24, bool))], 8, joined=True, size=2)
     batches = list(found)
-    assert [batch.tokens.tolist() for batch, _ in batches][0] == [list(range(8)), list(range(8, 16))]
+    assert batches[0][0].tokens.tolist() == [list(range(8)), list(range(8, 16))]
     assert [batch.mask.sum() for batch, _ in batches] == [14, 7]
     assert (found.convention.tokens, found.convention.scored, found.convention.stride) == (24, 21, 8)
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from compress import chat_template
 from compress.chat_template import ChatTemplate
 from compress.errors import DataError
 from compress.tokenizer import Tokenizer, same_tokenizer
@@ -167,7 +168,7 @@ def test_a_broken_file_is_named_in_one_line(broken, says):
 
 
 def test_a_model_without_a_template_says_what_to_do():
-    with pytest.raises(DataError, match="add chat_template.jinja"):
+    with pytest.raises(DataError, match="add chat_template"):
         Tokenizer.from_files(files(trained(), template=None)).chat([{"role": "user", "content": "fox"}])
 
 
@@ -209,7 +210,9 @@ def test_a_template_may_refuse_the_messages():
         "{{ cycler.__init__.__globals__ }}",
     ],
 )
-def test_a_hostile_template_is_stopped(source):
+def test_a_hostile_template_is_stopped(source, monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 10_000)
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1_000_000)
     with pytest.raises(ArtifactError, match="chat template: stopped"):
         ChatTemplate(source).render({"messages": []})
 

@@ -1,0 +1,156 @@
+"""Streams of batches: the same by seed, and resumable anywhere."""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from compress.data.batches import Batches, PairBatches
+from compress.data.rows import Rows
+from compress.data.windows import documents, windows
+from compress.errors import DataError
+from compress.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer():
+    """One token a byte, and `</s>`."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=257, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([], trainer)
+    return Tokenizer.from_files(
+        {
+            "tokenizer.json": backend.to_str().encode(),
+            "tokenizer_config.json": b'{"eos_token": "</s>", "pad_token": "</s>"}',
+        }
+    )
+
+
+def write(folder, found, name="data.jsonl"):
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return write(tmp_path, [{"text": chr(65 + i) * (3 + i % 7)} for i in range(26)])
+
+
+def equal(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+def content(batches):
+    """The tokens that are not padding, sorted."""
+    return sorted(int(t) for batch in batches for t in batch.tokens[batch.segments > 0])
+
+
+@pytest.mark.parametrize("buffer", [40, 1 << 20])
+def test_an_epoch_holds_every_token_once(texts, byte_tokenizer, buffer):
+    whole = sorted(t for row in Rows(texts) for t in byte_tokenizer.encode(row.values["text"]))
+    stream = Batches(Rows(texts), byte_tokenizer, size=2, length=12, epochs=2, buffer=buffer)
+    steps = stream.steps_per_epoch()
+    found = list(stream)
+    assert len(found) == 2 * steps
+    assert content(found[:steps]) == content(found[steps:]) == whole
+    assert stream.tokens == 2 * len(whole) and stream.slots == len(found) * 24
+    assert stream.efficiency == stream.tokens / stream.slots
+
+
+@pytest.mark.parametrize("buffer", [40, 1 << 20])
+def test_the_order_is_that_of_seed_and_epoch(texts, byte_tokenizer, buffer):
+    def made(seed):
+        return list(Batches(Rows(texts), byte_tokenizer, size=2, length=12, seed=seed, epochs=2, buffer=buffer))
+
+    one, again, other = made(1), made(1), made(2)
+    assert all(equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not all(equal(a, b) for a, b in zip(one, other))
+    half = len(one) // 2
+    assert not all(equal(a, b) for a, b in zip(one[:half], one[half:]))
+
+
+@pytest.mark.parametrize("buffer", [40, 1 << 20])
+def test_a_stream_continues_exactly_after_any_batch(texts, byte_tokenizer, buffer):
+    def made():
+        return Batches(Rows(texts), byte_tokenizer, size=2, length=12, seed=3, epochs=2, buffer=buffer)
+
+    whole = list(made())
+    for steps in range(len(whole) + 1):
+        first, second = made(), made()
+        for _ in itertools.islice(first, steps):
+            pass
+        second.restore(json.loads(json.dumps(first.state())))
+        rest = list(second)
+        assert len(rest) == len(whole) - steps
+        assert all(equal(a, b) for a, b in zip(rest, whole[steps:]))
+        assert second.rows.quarantine.read in (0, 26)
+
+
+def test_a_state_of_other_settings_or_data_is_refused(texts, byte_tokenizer, tmp_path):
+    state = Batches(Rows(texts), byte_tokenizer, size=2, length=12).state()
+    other = write(tmp_path, [{"text": "abc"}], "other.jsonl")
+    with pytest.raises(DataError, match="length, seed, data changed"):
+        Batches(Rows(other), byte_tokenizer, size=2, length=13, seed=1).restore(state)
+
+
+def test_rows_that_leave_no_target_are_skipped_and_counted(tmp_path, byte_tokenizer):
+    path = write(
+        tmp_path,
+        [
+            {"prompt": "ab", "completion": "cd"},
+            {"prompt": "a" * 30, "completion": "cd"},
+            {"text": ""},
+            {"text": "a" * 30},
+            {"tokens": [9999]},
+        ],
+    )
+    with pytest.raises(DataError, match=r"data.jsonl:5: token id 9999"):
+        list(Batches(Rows(path), byte_tokenizer, size=2, length=8, room=8, epochs=1))
+    rows = Rows(path, bad_rows="skip")
+    found = list(Batches(rows, byte_tokenizer, size=2, length=8, room=8, epochs=1))
+    assert sum(int((batch.segments > 0).sum()) for batch in found) == 5 + 30
+    assert (rows.quarantine.read, rows.quarantine.kept, rows.quarantine.skipped) == (5, 2, 3)
+    assert rows.quarantine.reasons["no target left in 8 tokens"] == 2
+
+
+def test_a_data_set_of_which_nothing_is_of_use_is_refused(tmp_path, byte_tokenizer):
+    path = write(tmp_path, [{"text": ""}])
+    with pytest.raises(DataError, match="none of the 1 rows is of use"):
+        next(Batches(Rows(path), byte_tokenizer, size=2, length=8))
+
+
+def test_pairs_stand_side_by_side_and_cut_ones_are_counted(tmp_path, byte_tokenizer):
+    path = write(tmp_path, [{"prompt": "x" * i, "chosen": "a" * i, "rejected": "b"} for i in range(1, 9)])
+    rows = Rows(path, kinds=["preference"])
+    found = list(PairBatches(rows, byte_tokenizer, size=3, length=8, epochs=1, room=7))
+    assert rows.quarantine.skipped == 0 and len(found) == 3
+    for batch in found:
+        for chosen, rejected, there in zip(batch.chosen.tokens, batch.rejected.tokens, batch.chosen.segments[:, 0]):
+            text = byte_tokenizer.decode(chosen), byte_tokenizer.decode(rejected)
+            assert not there or text[0].split("a")[0] == text[1].split("b")[0]
+    rows = Rows(path, kinds=["preference"])
+    list(PairBatches(rows, byte_tokenizer, size=3, length=8, epochs=1, room=8))
+    assert rows.quarantine.reasons == {"no target left in 8 tokens": 1}
+
+
+def test_documents_are_rows_or_blocks_of_1024_tokens(tmp_path, byte_tokenizer):
+    path = tmp_path / "a.txt"
+    path.write_text("a" * 2500)
+    found = documents(Rows(path), byte_tokenizer)
+    assert [len(d) for d in found] == [1024, 1024, 452] and all(d.mask.all() for d in found)
+    assert [len(d) for d in documents(Rows(path), byte_tokenizer, tokens=1500)] == [1024, 476]
+    path = write(tmp_path, [{"text": "abc"}, {"text": "d" * 1025}, {"prompt": "x", "completion": "y"}])
+    found = documents(Rows(path), byte_tokenizer)
+    assert [len(d) for d in found] == [3, 1024, 1, 3] and found[3].mask.tolist() == [False, True, True]
+    convention = windows(found, 512, joined=True).convention
+    assert (convention.documents, convention.tokens) == (4, 1031)
