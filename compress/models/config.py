@@ -34,7 +34,7 @@ def integer(hf: dict, name: str, default: int | None = None, *, least: int = 1) 
 def positive(hf: dict, name: str, default: float | None = None) -> float:
     """A positive, finite number of config.json; `default` stands in for an absent or null one."""
     value = default if hf.get(name) is None else hf[name]
-    if type(value) not in (int, float) or not 0 < value < 1e30:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
         raise ArtifactError(f"config.json: {name} = {value!r:.40}: must be a positive number")
     return float(value)
 
