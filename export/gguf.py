@@ -96,13 +96,12 @@ def write(checkpoint: Checkpoint, path: str | os.PathLike, *, float_type: str = 
         path.mkdir(parents=True, exist_ok=True)
         path = path / FILE_NAME
     arch, config = _architecture(checkpoint.config)
+    keys = write_keys(arch, config) | write_vocabulary(checkpoint.files, config)
     tensors = _tensors(arch, config, checkpoint.weights)
     plan = _plan(arch, config, tensors, float_type)
     writer = GGUFWriter(path, arch.name)
     try:
-        for key, value in _general(checkpoint, plan, float_type).items():
-            _add(writer, key, value)
-        for key, value in (write_keys(arch, config) | write_vocabulary(checkpoint.files, config)).items():
+        for key, value in (_general(checkpoint, plan, float_type) | keys).items():
             _add(writer, key, value)
         for name, (_, shape, kind) in plan.items():
             block, size = GGML_QUANT_SIZES[kind]

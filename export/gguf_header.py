@@ -63,7 +63,7 @@ class Header:
             raise ArtifactError(f"{self.path}: {key} = {_brief(value)}: must be an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: int | float | None = None) -> float:
         """A finite number, of a float32 the shortest decimal that rounds to it (1e-05, not 9.999999747378752e-06)."""
         value = self.fields.get(key, default)
         if value is None:
@@ -94,7 +94,7 @@ class Header:
             raise ArtifactError(f"{self.path}: {key} is not an array of strings")
         return value
 
-    def numbers(self, key: str, length: int, default: float) -> np.ndarray:
+    def numbers(self, key: str, length: int, default: int | float) -> np.ndarray:
         """An array of `length` finite numbers; `default` everywhere where the key is absent."""
         value = self.fields.get(key)
         if value is None:
