@@ -1,6 +1,7 @@
 """The align stage: a model in; the same model on a 4-bit base, with trained adapters beside it, out."""
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -25,7 +26,7 @@ from compress.train.course import fit_settings, held_out, mesh_of_devices, repor
 from compress.train.fit import fit, mean_of
 from export.atomic import atomic_folder
 from export.peft import Adapters
-from export.quantized import QuantSpec
+from export.quantized import QuantizedTensor, QuantSpec
 
 TRACE = "training.json"
 PAIRS = "preference.json"
@@ -47,23 +48,23 @@ def run(settings: Align, common: Common) -> dict[str, Any]:
         if scores:
             (folder / PAIRS).write_text(json.dumps({**scores, "beta": settings.beta}) + "\n")
         weights = to_host(unstack(base.config, adapters))
-        kept = Adapters(weights, settings.rank, settings.alpha, settings.dropout, settings.model)
+        kept = Adapters({**weights}, settings.rank, settings.alpha, settings.dropout, settings.model)
         facts = {"stage": "align", "method": settings.method, "model": settings.model, **trainer.facts()}
         save(dataclasses.replace(base, adapters=kept), folder, facts)
-    best = min(trace.validations, key=lambda row: row["loss"])
     return {
         "out": str(common.out),
         "method": settings.method,
         "steps": len(trace.steps),
         "best_step": trace.best_step,
-        "validation": {"before": trace.validations[0], "after": best},
+        "validation": {"before": trace.validations[0], "after": trace.best},
         **trainer.facts(),
     }
 
 
 def quantized_base(model: Model, settings: Align) -> Model:
     """The frozen base: a quantized model as it is, another one rounded to nearest."""
-    if model.is_quantized:
+    # Merged adapters have made floats of the linears, whatever the embedding is.
+    if any(isinstance(model.weights[name], QuantizedTensor) for name in linears(model.config)):
         return model
     spec = QuantSpec(bits=settings.bits, group_size=settings.group_size)
     require_fit(model.config, spec.group_size)
@@ -188,7 +189,7 @@ class Reference:
     def fill(self, batches: Iterable[PairBatch]) -> Iterator[PairBatch]:
         """The same batches with the reference's columns."""
         for pairs in batches:
-            keys = [np.asarray(c).tobytes() + np.asarray(r).tobytes() for c, r in zip(*answers(pairs), strict=True)]
+            keys = fingerprints(pairs)
             if any(key not in self.kept for key in keys):
                 chosen, rejected = (np.asarray(self.log_probability(side)) for side in (pairs.chosen, pairs.rejected))
                 self.kept |= {key: (float(chosen[i]), float(rejected[i])) for i, key in enumerate(keys)}
@@ -196,11 +197,10 @@ class Reference:
             yield dataclasses.replace(pairs, reference_chosen=columns[:, 0], reference_rejected=columns[:, 1])
 
 
-def answers(pairs: PairBatch) -> tuple[np.ndarray, np.ndarray]:
-    """What tells a pair from another: tokens and masks of both rows."""
-    sides = (pairs.chosen, pairs.rejected)
-    chosen, rejected = (np.stack([s.tokens, np.asarray(s.mask, np.int32), s.segments], 1) for s in sides)
-    return chosen, rejected
+def fingerprints(pairs: PairBatch) -> list[bytes]:
+    """What tells each pair from another: a hash of both rows' tokens, segments and masks."""
+    columns = [np.asarray(x) for side in (pairs.chosen, pairs.rejected) for x in (side.tokens, side.segments, side.mask)]
+    return [hashlib.sha256(b"".join(x[row].tobytes() for x in columns)).digest() for row in range(len(columns[0]))]
 
 
 def cast(weights, dtype: str):

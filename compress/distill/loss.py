@@ -67,9 +67,9 @@ def distillation_loss(
 
     def loss(trainable: Stacked, frozen: Stacked, batch: Batch, keys):
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), trainable)
-        where = {"positions": batch.positions, "segments": batch.segments}
-        ours = hidden_states(student, cast, batch.tokens, remat=remat, **where)
-        theirs = jax.lax.stop_gradient(hidden_states(teacher, frozen, batch.tokens, **where))
+        run = partial(hidden_states, tokens=batch.tokens, positions=batch.positions, segments=batch.segments)
+        ours = run(student, cast, remat=remat)
+        theirs = jax.lax.stop_gradient(run(teacher, frozen))
         teacher_head = jax.lax.stop_gradient(dense(head(teacher, frozen), theirs.dtype))
         mask = batch.mask[:, 1:]
         total, metrics = head_sum(

@@ -19,7 +19,7 @@ STRIDE = 64
 
 
 @partial(jax.jit, static_argnames=("config", "sampling", "new"))
-def _generate(config, stacked, tokens, lengths, keys, stop, *, sampling: Sampling, new: int):
+def _generate(config, stacked, tokens, lengths, keys, stop, limit, *, sampling: Sampling, new: int):
     batch, time = tokens.shape
     columns = jnp.broadcast_to(jnp.arange(time), (batch, time))
     segments = (columns < lengths[:, None]).astype(jnp.int32)
@@ -33,7 +33,7 @@ def _generate(config, stacked, tokens, lengths, keys, stop, *, sampling: Samplin
 
     def unfinished(state):
         number, _, _, _, done = state
-        return (number < new) & ~done.all()
+        return (number < limit) & ~done.all()
 
     def step(state):
         number, hidden, cache, out, done = state
@@ -73,8 +73,7 @@ def generate(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(prompts)))
-    out = _generate(
-        config, stacked, tokens, lengths, keys, np.array(list(stop) or [-2], np.int32), sampling=sampling, new=new
-    )
+    ends = np.array(list(stop) or [-2], np.int32)
+    out = _generate(config, stacked, tokens, lengths, keys, ends, max_tokens, sampling=sampling, new=new)
     stops = set(stop)
-    return [[int(t) for t in row[:max_tokens] if t >= 0 and int(t) not in stops] for row in np.asarray(out)]
+    return [[int(t) for t in row if t >= 0 and int(t) not in stops] for row in np.asarray(out)]

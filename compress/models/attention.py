@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -49,10 +50,10 @@ def rotate(x: Float[Array, "B T H E"], cos: Float[Array, "B T F"], sin: Float[Ar
 
 
 def visible(
-    positions: Int[Array, "B T"],
-    segments: Int[Array, "B T"],
-    key_positions: Int[Array, "B S"],
-    key_segments: Int[Array, "B S"],
+    positions: Int[Array | np.ndarray, "B T"],
+    segments: Int[Array | np.ndarray, "B T"],
+    key_positions: Int[Array | np.ndarray, "B S"],
+    key_segments: Int[Array | np.ndarray, "B S"],
 ) -> Bool[Array, "B T S"]:
     """A token sees those of its own segment that are not behind it in position; segment 0 is padding.
 

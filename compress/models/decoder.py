@@ -5,8 +5,9 @@ Letters: B batch, T time, S cache slots, V vocabulary, D model, L layers, F half
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,7 @@ def structure(leaf) -> tuple:
     return (tuple(leaf.shape), str(jax.tree.leaves(leaf)[0].dtype), spec)
 
 
-def stack(config: DecoderConfig, weights: Weights) -> Stacked:
+def stack(config: DecoderConfig, weights: Mapping[str, Any]) -> Stacked:
     """Stack runs of consecutive layers that agree in names, shapes, dtypes and quantization.
 
     Adapters ("...q_proj.lora_A") may be among the weights; `partition` takes them out again.
@@ -149,7 +150,9 @@ def layer_data(config: DecoderConfig) -> tuple[Float[np.ndarray, "L F"], Int[np.
     return config.frequencies, windows
 
 
-def embed(config: DecoderConfig, stacked: Stacked, tokens: Int[Array, "B T"], dtype) -> Float[Array, "B T D"]:
+def embed(
+    config: DecoderConfig, stacked: Stacked, tokens: Int[Array | np.ndarray, "B T"], dtype
+) -> Float[Array, "B T D"]:
     """Embedded tokens, scaled where the family scales them (the scale is rounded to `dtype`, as in training)."""
     x = rows(stacked.rest[EMBEDDING], tokens, dtype)
     return x if config.embedding_scale == 1.0 else x * jnp.asarray(config.embedding_scale, dtype)
@@ -197,10 +200,10 @@ def final_norm(config: DecoderConfig, stacked: Stacked, x: Float[Array, "B T D"]
 def hidden_states(
     config: DecoderConfig,
     stacked: Stacked,
-    tokens: Int[Array, "B T"],
+    tokens: Int[Array | np.ndarray, "B T"],
     *,
-    positions: Int[Array, "B T"] | None = None,
-    segments: Int[Array, "B T"] | None = None,
+    positions: Int[Array | np.ndarray, "B T"] | None = None,
+    segments: Int[Array | np.ndarray, "B T"] | None = None,
     remat: bool = False,
 ) -> Float[Array, "B T D"]:
     """Hidden states after the final norm, in the dtype of the final norm's weight.

@@ -65,7 +65,7 @@ class Model:
 
     def dequantized(self, dtype: str = "float32") -> "Model":
         """This model with every tensor an array of `dtype`; adapters stay apart."""
-        weights = {
+        weights: Weights = {
             name: np.asarray(value.dequantize(DTYPES[dtype]) if isinstance(value, QuantizedTensor) else value)
             for name, value in self.weights.items()
         }
@@ -123,7 +123,7 @@ def _cast(name: str, value: Any, dtype: str) -> np.ndarray:
     return array.astype(DTYPES[dtype])
 
 
-def to_host(weights: Mapping[str, Any]) -> Weights:
+def to_host(weights: Mapping[str, Any]) -> dict[str, Any]:
     """The same tensors in NumPy."""
     return {name: jax.tree.map(np.asarray, value) for name, value in weights.items()}
 

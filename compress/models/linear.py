@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
@@ -35,16 +36,15 @@ def bind(module: nnx.Module, weights: dict) -> nnx.Module:
 
 def dense(weight: Array | QuantizedTensor, dtype) -> Array:
     """The weight as an array of `dtype`."""
-    return weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.astype(dtype)
+    return jnp.asarray(weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.astype(dtype))
 
 
-def rows(weight: Array | QuantizedTensor, ids: Int[Array, "..."], dtype) -> Float[Array, "... I"]:
+def rows(weight: Array | QuantizedTensor, ids: Int[Array | np.ndarray, "..."], dtype) -> Float[Array, "... I"]:
     """Rows of a weight [O, I]; of a quantized one only those asked for are dequantized."""
     if isinstance(weight, QuantizedTensor):
         zero = None if weight.zero is None else weight.zero[ids]
-        return dataclasses.replace(weight, packed=weight.packed[ids], scale=weight.scale[ids], zero=zero).dequantize(
-            dtype
-        )
+        weight = dataclasses.replace(weight, packed=weight.packed[ids], scale=weight.scale[ids], zero=zero)
+        return jnp.asarray(weight.dequantize(dtype))
     return weight[ids].astype(dtype)
 
 
@@ -71,7 +71,7 @@ class Linear(nnx.Module):
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False):
         self.weight = slot(outputs, inputs)
         self.bias = slot(outputs) if bias else None
-        self.lora_A = self.lora_B = self.lora_dropout = None
+        self.lora_A, self.lora_B, self.lora_dropout = nnx.data(None), nnx.data(None), nnx.data(None)
 
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         self.input = nnx.Intermediate(x)

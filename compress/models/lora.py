@@ -7,6 +7,8 @@ Letters: L layers, B batch, R rank, I inputs, O outputs.
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +78,7 @@ def with_adapters(
     return combine(base, Stacked({}, layers))
 
 
-def merge_adapters(weights: Weights, adapters: Weights, scale: float) -> Weights:
+def merge_adapters(weights: Weights, adapters: Mapping[str, Any], scale: float) -> Weights:
     """`W + scale * B A` in float32 for every adapted linear, of a quantized one from its dequantized weight.
 
     Raises:

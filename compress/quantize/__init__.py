@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from compress.quantize.gptq import gptq
+from compress.quantize.grid import CLIP_STEPS
 from compress.quantize.rtn import rtn
 from export.quantized import QuantizedTensor
 
@@ -25,6 +27,11 @@ def _rtn(w, spec, *, hessian=None, **settings):
     return rtn(w, spec, **settings)
 
 
+def _gptq(w, spec, *, hessian, **settings):
+    return gptq(w, hessian, spec, **settings)
+
+
 QUANTIZERS: dict[str, Quantizer] = {
-    "rtn": Quantizer(_rtn, calibrated=False, settings={"clip_steps": 24}),
+    "rtn": Quantizer(_rtn, calibrated=False, settings={"clip_steps": CLIP_STEPS}),
+    "gptq": Quantizer(_gptq, calibrated=True, settings={"damp": 0.01, "act_order": "static", "clip_steps": CLIP_STEPS}),
 }

@@ -21,6 +21,8 @@ from compress.models.decoder import EMBEDDING, Stacked, embed, iterate_blocks, l
 from compress.quantize import QUANTIZERS
 from compress.quantize.preflight import spec_of_layers
 from compress.quantize.rtn import rtn
+from eval.quantization_error import SquaredError
+from eval.report import ErrorRow
 from export.errors import ArtifactError
 from export.quantized import QuantizedTensor, QuantSpec, Weights
 
@@ -33,7 +35,7 @@ class Calibrated:
     """A quantized model's weights, and the sums of each layer's output error.
 
     Attributes:
-      layers: a mapping a layer: name, error and reference (sums of squares), count, max_abs; empty without data.
+      layers: the fields of `eval.report.ErrorRow`, a layer each; empty without data.
     """
 
     weights: Weights
@@ -108,7 +110,7 @@ def quantize_model(
         prefix = f"model.layers.{index}."
         layer = {name: jnp.asarray(value, jnp.float32) for name, value in layer.items()}
         data = (jnp.asarray(frequencies[index]), jnp.asarray(windows[index]))
-        grams: dict[str, Array] = {}
+        grams: dict[str, Any] = {}
         targets = []
         for x, batch in zip(states, batches, strict=True):
             y, found = capture(config, layer, x, data, batch)
@@ -130,25 +132,26 @@ def quantize_model(
             for name, part in zip(names, split(whole, [layer[name].shape[0] for name in names]), strict=True):
                 layer[name] = part
                 quantized[prefix + name] = jax.tree.map(np.asarray, part)
-        row = {
-            "name": f"layer {index}",
-            "error": 0.0,
-            "reference": 0.0,
-            "count": tokens * config.hidden_size,
-            "max_abs": 0.0,
-        }
+        sums, worst = np.zeros(2), 0.0
         for at, (x, y, batch) in enumerate(zip(states, targets, batches, strict=True)):
-            states[at], (error, signal, worst) = output_error(config, layer, x, y, data, batch)
-            row["error"] += float(error)
-            row["reference"] += float(signal)
-            row["max_abs"] = max(row["max_abs"], float(worst))
-        layers += [row] if batches else []
+            states[at], (squared, signal, largest) = output_error(config, layer, x, y, data, batch)
+            sums += (float(squared), float(signal))
+            worst = max(worst, float(largest))
+        if batches:
+            count = tokens * config.hidden_size
+            layers.append(layer_row(f"layer {index}", *sums.tolist(), count=count, worst=worst))
         if progress is not None:
             progress("quantize", index + 1, config.num_hidden_layers)
     if embedding_bits is not None:
         packed = rtn(jnp.asarray(weights[EMBEDDING], jnp.float32), dataclasses.replace(spec, bits=embedding_bits))
         quantized[EMBEDDING] = jax.tree.map(np.asarray, packed)
     return Calibrated(quantized, layers)
+
+
+def layer_row(name: str, error: float, signal: float, *, count: int, worst: float) -> dict[str, Any]:
+    """A layer's output error as the report lists it."""
+    whole = SquaredError(name, error, signal, count, worst)
+    return dataclasses.asdict(ErrorRow.of(whole))
 
 
 def split(tensor: QuantizedTensor, sizes: list[int]) -> list[QuantizedTensor]:

@@ -20,14 +20,22 @@ VALIDATION_BATCHES = 16
 class Course(Protocol):
     """The settings that training stages share."""
 
-    steps: int | None
-    epochs: float | None
-    learning_rate: float
-    warmup: int
-    weight_decay: float
-    global_batch: int
-    per_device_batch: int | None
-    valid_every: int
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def epochs(self) -> float | None: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def warmup(self) -> int: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def per_device_batch(self) -> int | None: ...
+    @property
+    def valid_every(self) -> int: ...
 
 
 def fit_settings(course: Course, batches: Batches, seed: int) -> FitSettings:

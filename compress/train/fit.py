@@ -18,7 +18,9 @@ from compress.errors import DataError, RecipeError
 from compress.train.mesh import batch_sharding, place, weight_shardings
 
 # (trainable, frozen, batch, keys [rows]) -> (sum, count, {name: (sum, count)})
-LossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]]
+LossFn = Callable[
+    [Any, Any, Any, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,11 @@ class Trace:
     steps: list[dict[str, float]] = dataclasses.field(default_factory=list)
     validations: list[dict[str, float]] = dataclasses.field(default_factory=list)
     best_step: int = 0
+
+    @property
+    def best(self) -> dict[str, float]:
+        """The validation of the weights that were kept."""
+        return next(row for row in self.validations if row["step"] == self.best_step)
 
     def to_json(self) -> str:
         """What a stage keeps beside its model; NaN becomes null."""
@@ -133,7 +140,7 @@ def make_step(loss_fn: LossFn, settings: FitSettings, mesh: Mesh | None):
         else:
             sums, _ = jax.lax.scan(accumulate, zeros, batches)
         grads, total, count, metrics = sums
-        grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1.0).astype(g.dtype), grads)
+        grads = jax.tree.map(lambda g: g / jnp.where(count > 0, count, 1).astype(g.dtype), grads)
         norm = optax.tree.norm(grads)
         updates, state = optimizer.update(grads, state, trainable)
         return optax.apply_updates(trainable, updates), state, (total, count, metrics, norm)

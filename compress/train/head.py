@@ -69,13 +69,15 @@ def _chunks(head: HeadLoss, hidden, weight, frozen, inputs, mask, gradient: str)
 
     def masked_sum(h, w, context, m):
         values, metrics = jax.vmap(jax.vmap(head.loss))(head.project(h, w), *context)
-        # `where`, not a product: a masked token may hold NaN.
+        # `where`, not a product: a masked token's loss may be NaN.
         keep = lambda x: jnp.where(m > 0, x * m, 0.0)  # noqa: E731
         values = keep(values)
         return values.sum(), (values, jax.tree.map(keep, metrics))
 
     def body(total, chunk):
-        h, inputs, m = chunk
+        *arrays, m = chunk
+        # The gradient is a product whatever the mask (0 * NaN), so what a masked token holds must not come so far.
+        h, inputs = jax.tree.map(lambda x: jnp.where(m.reshape(m.shape + (1,) * (x.ndim - 2)) > 0, x, 0), arrays)
         context = head.context(frozen, inputs)
         if gradient == "none":
             return total, (masked_sum(h, weight, context, m)[1], None)

@@ -31,8 +31,8 @@ def make_mesh(data: int | None = None, fsdp: int = 1, tensor: int = 1) -> Mesh:
       RecipeError: the product isn't the number of devices.
     """
     devices = jax.device_count()
-    data = devices // (fsdp * tensor) if data is None else data
-    if data * fsdp * tensor != devices:
+    data = devices // max(1, fsdp * tensor) if data is None else data
+    if min(data, fsdp, tensor) < 1 or data * fsdp * tensor != devices:
         raise RecipeError(f"mesh {data} x {fsdp} x {tensor} (data x fsdp x tensor) does not fit {devices} devices")
     return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
 
