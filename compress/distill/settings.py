@@ -17,9 +17,9 @@ class Distill:
     student: str = field(
         default="half",
         metadata={
-            "help": "Model folder, config.json (fresh weights), or a cut of the teacher: half or layers:15.",
+            "help": "Model folder, config.json (fresh weights), or a cut of the teacher: half, layers:15 or layers:0,2,5.",
             "model": True,
-            "unless": r"half|layers:\d+",
+            "unless": r"half|layers:\d+(,\d+)*",
         },
     )
     valid: tuple[Path, ...] = field(
