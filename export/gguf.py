@@ -121,6 +121,10 @@ def _architecture(given: dict[str, Any]) -> tuple[Architecture, dict[str, Any]]:
     kind = given.get("model_type")
     if kind not in MODEL_TYPES:
         raise ArtifactError(f"config.json: model_type {kind!r} has no form in GGUF here; {', '.join(MODEL_TYPES)} have")
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    wrong = [name for name in sizes if type(given.get(name)) is not int or given[name] < 1]
+    if wrong:
+        raise ArtifactError(f"config.json: {', '.join(wrong)}: must be positive integers")
     config = dict(given)
     config["num_key_value_heads"] = given.get("num_key_value_heads") or given["num_attention_heads"]
     config["head_dim"] = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]

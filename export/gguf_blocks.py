@@ -38,9 +38,7 @@ def dequantize(raw: UInt8[np.ndarray, " P"], kind: GGMLQuantizationType) -> Floa
     return values
 
 
-def block_type(
-    name: str, value: np.ndarray | QuantizedTensor, float_type: str
-) -> GGMLQuantizationType:
+def block_type(name: str, value: np.ndarray | QuantizedTensor, float_type: str) -> GGMLQuantizationType:
     """The block type that `encode` gives a tensor.
 
     Vectors are F32, as llama.cpp wants them; a matrix whose rows are not whole blocks is F16 instead of Q8_0.
@@ -66,9 +64,7 @@ def block_type(
     return GGMLQuantizationType.Q8_0
 
 
-def encode(
-    name: str, value: np.ndarray | QuantizedTensor, kind: GGMLQuantizationType
-) -> UInt8[np.ndarray, "..."]:
+def encode(name: str, value: np.ndarray | QuantizedTensor, kind: GGMLQuantizationType) -> UInt8[np.ndarray, "..."]:
     """A tensor as the bytes of its blocks, row by row, in the type that `block_type` gave.
 
     A quantized tensor keeps its integers, and its scales exactly (see `half_scales`); a Q4_1 block stores the offset

@@ -23,7 +23,7 @@ VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 DIMENSIONS = 4
-NAME_LENGTH = 512
+NAME_LENGTH = 64
 LARGEST_DIMENSION = 1 << 40
 
 
@@ -146,8 +146,9 @@ class _Cursor:
         fields: dict[str, Any] = {}
         for _ in range(keys):
             key = self.string("a key", 65535)
-            if key in fields:
-                raise self.fail(f"key {_brief(key)} stands there twice")
+            if key in fields or not key.isprintable():
+                what = "stands there twice" if key in fields else "is not a name"
+                raise self.fail(f"key {_brief(key)} {what}")
             fields[key] = self.value(key)
         parts = fields.get("split.count", 0)
         if isinstance(parts, int) and parts > 1:
@@ -171,7 +172,7 @@ class _Cursor:
         return number
 
     def string(self, what: str, longest: int | None = None) -> str:
-        length = self.count("Q", 1, f"bytes of {what}")
+        length = self.count("Q", 1, f"bytes of {_brief(what)}")
         if longest is not None and length > longest:
             raise self.fail(f"{what} of {length} bytes")
         raw = self.data[self.at : self.at + length]
@@ -179,7 +180,7 @@ class _Cursor:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.fail(f"{what} is not UTF-8 ({raw[:40]!r})") from error
+            raise self.fail(f"{_brief(what)} is not UTF-8 ({raw[:40]!r})") from error
 
     def value(self, key: str) -> Any:
         kind = self.scalar("I")
@@ -209,6 +210,8 @@ class _Cursor:
     def tensor(self) -> TensorInfo:
         """A tensor's description, its offset still counted from the start of the data."""
         name = self.string("a tensor's name", NAME_LENGTH)
+        if not name.isprintable():
+            raise self.fail(f"{name!r} is not a tensor's name")
         rank = self.scalar("I")
         if not 1 <= rank <= DIMENSIONS:
             raise self.fail(f"{_brief(name)} has {rank} dimensions")

@@ -113,9 +113,9 @@ def shapes(arch: Architecture, config: dict[str, Any]) -> dict[str, tuple[int, .
         biased |= set(_ATTENTION) & set(arch.biases)
     if config.get("mlp_bias"):
         biased |= set(_MLP) & set(arch.biases)
-    wanted = {name: (config["vocab_size"], hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    if config["tie_word_embeddings"]:
-        del wanted["lm_head.weight"]
+    wanted: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    if not config["tie_word_embeddings"]:
+        wanted["lm_head.weight"] = (config["vocab_size"], hidden)
     wanted["model.norm.weight"] = (hidden,)
     for layer in range(config["num_hidden_layers"]):
         for part, name in arch.parts.items():

@@ -44,9 +44,7 @@ _QWEN_2 = PreTokenizer(_split(QWEN_2), byte_level_splits=False, normalizer="NFC"
 _DIGITS = PreTokenizer((("digits",),))
 _GPT_2 = PreTokenizer()
 # What llama.cpp does where a converter did not recognise the tokenizer.
-_DEFAULT = PreTokenizer(
-    _split(r"[\p{P}\$\+<=>\^~\|]+", GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"), byte_level_splits=False
-)
+_DEFAULT = PreTokenizer(_split(r"[\p{P}\$\+<=>\^~\|]+", GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"), byte_level_splits=False)
 
 # The first name of a rule is the one that is written.
 PRE_TOKENIZERS = {
@@ -117,7 +115,7 @@ def _from_json(tokenizer: dict[str, Any]) -> PreTokenizer:
         raise ArtifactError(
             "tokenizer.json: a byte-level tokenizer's last pre-tokenizer must be ByteLevel without a prefix space"
         )
-    found = []
+    found: list[tuple[str, ...]] = []
     for step in steps[:-1]:
         pattern = step.get("pattern")
         expression = pattern.get("Regex") if isinstance(pattern, dict) else None

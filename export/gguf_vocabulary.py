@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from export.errors import ArtifactError
 from export.gguf_header import Header
@@ -235,18 +236,17 @@ def write_vocabulary(files: dict[str, bytes], config: dict[str, Any]) -> dict[st
         if "tokenizer.model" in files:
             raise ArtifactError("tokenizer.model: GGUF is written from tokenizer.json, which is missing; convert it")
         return {_KEY + "model": "none"}
-    tokenizer = parse_object(files["tokenizer.json"], "tokenizer.json")
-    model = tokenizer.get("model")
-    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
-        raise ArtifactError("tokenizer.json: only BPE models have a form in GGUF here")
+    tokenizer = _loaded(files["tokenizer.json"])
+    model = tokenizer["model"]
+    if model["type"] != "BPE":
+        raise ArtifactError(f"tokenizer.json: a {model['type']} model has no form in GGUF here; BPE has")
     settings = parse_object(files.get("special_tokens_map.json", b"{}"), "special_tokens_map.json")
     given = parse_object(files.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
     settings |= {name: value for name, value in given.items() if value is not None}
     generation = parse_object(files.get("generation_config.json", b"{}"), "generation_config.json")
-    vocabulary = dict(model["vocab"])
-    added = [token for token in tokenizer.get("added_tokens") or [] if isinstance(token, dict)]
-    vocabulary |= {token["content"]: token["id"] for token in added}
-    merges = [merge.split(" ", 1) if isinstance(merge, str) else list(merge) for merge in model.get("merges", [])]
+    added = tokenizer["added_tokens"]
+    vocabulary = model["vocab"] | {token["content"]: token["id"] for token in added}
+    merges = model["merges"]
     spaced = _is_sentencepiece(tokenizer)
     keys = _token_keys(vocabulary, added, config["vocab_size"], spaced)
     if spaced:
@@ -263,25 +263,32 @@ def write_vocabulary(files: dict[str, bytes], config: dict[str, Any]) -> dict[st
     return keys
 
 
+def _loaded(text: bytes) -> dict[str, Any]:
+    """tokenizer.json in the one form that the tokenizers library writes, so that nothing in it is left to doubt."""
+    parse_object(text, "tokenizer.json")
+    try:
+        return json.loads(Tokenizer.from_str(text.decode("utf-8")).to_str())
+    except Exception as error:  # the library raises bare Exception
+        raise ArtifactError(f"tokenizer.json: cannot be read: {str(error).splitlines()[0]}") from None
+
+
 def _is_sentencepiece(tokenizer: dict[str, Any]) -> bool:
     steps = json.dumps([tokenizer.get("pre_tokenizer"), tokenizer.get("normalizer")], ensure_ascii=False)
     return SPACE in steps and '"ByteLevel"' not in steps
 
 
 def _token_keys(vocabulary: dict[str, int], added: list[dict], size: int, spaced: bool) -> dict[str, Any]:
-    numbers = list(vocabulary.values())
-    if any(type(i) is not int or i < 0 for i in numbers) or len(set(numbers)) < len(numbers):
-        raise ArtifactError("tokenizer.json: ids must be distinct integers from 0")
-    if max(numbers, default=-1) >= size:
-        raise ArtifactError(f"tokenizer.json: the id {max(numbers)} is beyond the model's vocabulary of {size}")
+    highest = max(vocabulary.values(), default=-1)
+    if highest >= size:
+        raise ArtifactError(f"tokenizer.json: the id {highest} is beyond the model's vocabulary of {size}")
     tokens = [f"[PAD{i}]" for i in range(size)]
     types = [UNUSED] * size
     for token, i in vocabulary.items():
         tokens[i] = token
         types[i] = BYTE if spaced and BYTE_TOKEN.fullmatch(token) else NORMAL
-    for token in added:
-        i = token["id"]
-        types[i] = CONTROL if token.get("special") else USER_DEFINED
+    for entry in added:
+        i = entry["id"]
+        types[i] = CONTROL if entry["special"] else USER_DEFINED
         if spaced and types[i] == USER_DEFINED:
             tokens[i] = tokens[i].replace(SPACE, " ")  # llama.cpp looks for these in the text before it marks spaces
     if len(set(tokens)) < size:
@@ -352,7 +359,8 @@ def _role_keys(tokenizer: dict, settings: dict, generation: dict, config: dict, 
             ids[role] = number
     keys: dict[str, Any] = {_KEY + _ROLES[role]: number for role, number in ids.items()}
     stops = generation.get("eos_token_id")
-    others = [i for i in stops if i != ids.get("eos")] if isinstance(stops, list) else []
+    size = config["vocab_size"]
+    others = [i for i in stops if i in range(size) and i != ids.get("eos")] if isinstance(stops, list) else []
     if others:
         keys[_KEY + "eot_token_id"] = others[0]
     for role, at in (("bos", 0), ("eos", -1)):
@@ -371,8 +379,12 @@ def _puts(tokenizer: dict[str, Any], at: int) -> bool:
 
 def _chat_template(files: dict[str, bytes], settings: dict[str, Any]) -> str | None:
     if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode("utf-8")
+        try:
+            return files["chat_template.jinja"].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"chat_template.jinja: not UTF-8 ({error.reason})") from error
     found = settings.get("chat_template")
     if isinstance(found, list):  # several by name
-        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+        by_name = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = by_name.get("default")
     return found if isinstance(found, str) else None

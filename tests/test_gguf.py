@@ -427,4 +427,3 @@ def test_a_tensor_with_nan_is_refused_by_name_when_it_is_read(small, tmp_path):
     model.weights["model.norm.weight"]
     with pytest.raises(ArtifactError, match=r"blk\.0\.ffn_up\.weight: NaN or Inf"):
         model.weights["model.layers.0.mlp.up_proj.weight"]
-

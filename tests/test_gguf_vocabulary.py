@@ -1,6 +1,7 @@
 """Vocabularies both ways: the same ids for any text, and a refusal where GGUF cannot give them."""
 
 import heapq
+import itertools
 import json
 import mmap
 import re
@@ -18,7 +19,9 @@ from export.gguf_header import Header
 from export.gguf_pretokenizers import PRE_TOKENIZERS, name_of, to_json
 from export.gguf_vocabulary import merges_from_scores, read_vocabulary, write_vocabulary
 
-TEXT = "We the people, in order to form a more perfect union, don't hold these 1,234 truths self-evident: the the the\n\n"
+TEXT = (
+    "We the people, in order to form a more perfect union, don't hold these 1,234 truths self-evident: the the the\n\n"
+)
 SIZE = 300
 
 
@@ -92,7 +95,9 @@ KINDS = {name: byte_level(name) for name in RULES.values()} | {
     "SentencePiece with a space before": sentencepiece(prefix=True),
 }
 BACK = {name: there_and_back(given_files) for name, given_files in KINDS.items()}
-texts = st.text(alphabet=st.one_of(st.sampled_from("the aon'  \n12<s>/▁é日"), st.characters(codec="utf-8")), max_size=40)
+texts = st.text(
+    alphabet=st.one_of(st.sampled_from("the aon'  \n12<s>/▁é日"), st.characters(codec="utf-8")), max_size=40
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,7 +117,8 @@ def join_best_first(text: str, scores: dict[str, float]) -> list[str]:
     parts: list[str | None] = list(text)
     while True:
         kept = [i for i, part in enumerate(parts) if part is not None]
-        pairs = [(-scores[parts[i] + parts[j]], i, j) for i, j in zip(kept, kept[1:]) if parts[i] + parts[j] in scores]
+        joined = {(i, j): parts[i] + parts[j] for i, j in itertools.pairwise(kept)}
+        pairs = [(-scores[piece], i, j) for (i, j), piece in joined.items() if piece in scores]
         if not pairs:
             return [part for part in parts if part is not None]
         _, i, j = heapq.nsmallest(1, pairs)[0]
@@ -219,14 +225,19 @@ BAD = {
     "the pre-tokenizer Whitespace": changed(
         pre_tokenizer={
             "type": "Sequence",
-            "pretokenizers": [{"type": "Whitespace"}, {"type": "ByteLevel", "add_prefix_space": False}],
+            "pretokenizers": [
+                {"type": "Whitespace"},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+            ],
         }
     ),
-    "without a prefix space": changed(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True}),
-    "only BPE models": changed(model__type="Unigram"),
+    "without a prefix space": changed(
+        pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
+    ),
+    "a WordLevel model has no form": files({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}),
     "no merges": changed(model__merges=[]),
-    "beyond the model's vocabulary": changed(model__vocab={"a": SIZE}),
-    "distinct integers": changed(model__vocab={"a": 7, "b": 7}),
+    "beyond the model's vocabulary": changed(model__vocab={"a": SIZE}, model__merges=[]),
+    "cannot be read": changed(model__vocab={"a": 7}),
     "tokenizer.json, which is missing": {"tokenizer.model": b"x"},
     "not valid JSON": {"tokenizer.json": b"{"},
 }
@@ -241,7 +252,7 @@ def test_a_tokenizer_without_a_gguf_form_is_refused_with_the_reason(reason):
 def test_a_tokenizer_that_lacks_merges_which_llama_cpp_would_do_is_refused():
     tokenizer = json.loads(KINDS["SentencePiece"]["tokenizer.json"])
     tokenizer["model"]["merges"] = [merge for merge in tokenizer["model"]["merges"] if merge != ["t", "he"]]
-    with pytest.raises(ArtifactError, match="llama.cpp would merge 't' and 'he'"):
+    with pytest.raises(ArtifactError, match=r"llama\.cpp would merge 't' and 'he'"):
         write_vocabulary(files(tokenizer), {"vocab_size": SIZE})
 
 
