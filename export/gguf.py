@@ -13,6 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from export.checkpoint import Checkpoint, LazyWeights
 from export.errors import ArtifactError
 from export.gguf_blocks import FLOAT_TYPES, READABLE, block_type, dequantize, encode
+from export.gguf_config import llama3_factors, read_config, rope, write_keys
 from export.gguf_header import Header, TensorInfo, parse
 from export.gguf_names import (
     ARCHITECTURES,
@@ -20,13 +21,9 @@ from export.gguf_names import (
     Architecture,
     check_shapes,
     heads_permuted,
-    llama3_factors,
     names,
-    read_config,
-    rope,
     row_order,
     shapes,
-    write_keys,
 )
 from export.gguf_vocabulary import read_vocabulary, write_vocabulary
 from export.quantized import QuantizedTensor

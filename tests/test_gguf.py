@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from export.checkpoint import Checkpoint
 from export.errors import ArtifactError
 from export.gguf import read, write
-from export.gguf_names import ARCHITECTURES, MODEL_TYPES, llama3_factors, names, row_order, shapes
+from export.gguf_config import llama3_factors
+from export.gguf_names import ARCHITECTURES, MODEL_TYPES, names, row_order, shapes
 from export.quantized import QuantizedTensor, QuantSpec, pack
 
 SIZES = {
