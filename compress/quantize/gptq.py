@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
-from compress.quantize.grid import CLIP_STEPS, assemble, choose_grid, decode, encode, float_grid
+from compress.quantize.grid import CLIP_STEPS, choose_grid, decode, encode, float_grid
 from compress.quantize.rtn import require_quantizable
 from export.errors import ArtifactError
-from export.quantized import QuantizedTensor, QuantSpec
+from export.quantized import QuantizedTensor, QuantSpec, pack
 
 DAMPING_TRIES = 5
 """A Hessian without a Cholesky factor gets ten times the damping, at most this often."""
@@ -119,7 +119,7 @@ def round_in_order(
     else:
         codes, left, scale, zero = compensate_by_group(w.T, mixing, importance, spec, clip_steps)
     error = unpermute(left, order).T
-    tensor = assemble(unpermute(codes, order).T, scale, zero, spec)
+    tensor = QuantizedTensor(pack(unpermute(codes, order).T, spec.bits), scale, zero, spec)
     square = jnp.sum((w @ hessian) * w)
     relative = jnp.sum((error @ hessian) * error) / jnp.where(square > 0, square, 1.0)
     return Solution(tensor, damping, relative)
@@ -192,9 +192,12 @@ def compensate_by_group(
     def step(errors, scanned):
         start, w, mixing, importance = scanned
         aim = w + mixing.T @ errors
-        scale, zero = choose_grid(aim.T, spec, importance=importance, clip_steps=clip_steps)
+        own = jax.lax.dynamic_slice_in_dim(mixing, start, block)
+        # `aim` takes the rows of its own block as exact; here they have moved too, as far as costs least.
+        moved = w + jax.scipy.linalg.solve_triangular(own, aim - w, trans=1, unit_diagonal=True)
+        scale, zero = choose_grid(moved.T, spec, importance=importance, clip_steps=clip_steps)
         grid = tuple(jnp.broadcast_to(part.T, w.shape) for part in float_grid(scale, zero, spec))
-        codes, left = compensate_rows(w, aim, jax.lax.dynamic_slice_in_dim(mixing, start, block), grid, spec.bits)
+        codes, left = compensate_rows(w, aim, own, grid, spec.bits)
         return jax.lax.dynamic_update_slice_in_dim(errors, left, start, 0), (codes, scale, zero)
 
     starts = jnp.arange(0, len(w), block)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from export.quantized import QuantizedTensor, QuantSpec, pack
+from export.quantized import QuantSpec
 
 CLIP_STEPS = 24
 """Ways to cut a range that `choose_grid` tries by default; twice as many gain less than 2% of the error."""
@@ -77,16 +77,6 @@ def float_grid(scale: Float[Array, "..."], zero: UInt8[Array, "..."] | None, spe
     """Scale and zero point as float32 to compute with; the middle code where there is no zero point."""
     middle = jnp.full(scale.shape, spec.levels // 2, jnp.float32)
     return scale.astype(jnp.float32), middle if zero is None else zero.astype(jnp.float32)
-
-
-def assemble(
-    codes: Float[Array, "*L I"],
-    scale: Float[Array, "*L G"],
-    zero: UInt8[Array, "*L G"] | None,
-    spec: QuantSpec,
-) -> QuantizedTensor:
-    """Pack codes that `encode` found."""
-    return QuantizedTensor(pack(codes.astype(jnp.uint8), spec.bits), scale, zero, spec)
 
 
 def round_scale(scale: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:

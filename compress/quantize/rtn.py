@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from compress.quantize.grid import CLIP_STEPS, assemble, choose_grid, encode, float_grid
+from compress.quantize.grid import CLIP_STEPS, choose_grid, encode, float_grid
 from export.errors import ArtifactError
-from export.quantized import QuantizedTensor, QuantSpec, misfits
+from export.quantized import QuantizedTensor, QuantSpec, misfits, pack
 
 CHUNK = 1 << 22
 """Weights encoded at a time: it bounds the float32 scratch memory, whatever the size of an embedding."""
@@ -49,7 +49,8 @@ def round_to_nearest(w: Float[Array, "*L I"], spec: QuantSpec, clip_steps: int =
     def row(w: Float[Array, "1 I"]):
         scale, zero = choose_grid(w, spec, clip_steps=clip_steps)
         s, z = (jnp.repeat(part, spec.group_size, axis=-1) for part in float_grid(scale, zero, spec))
-        return assemble(encode(w.astype(jnp.float32), s, z, spec.bits), scale, zero, spec)
+        codes = encode(w.astype(jnp.float32), s, z, spec.bits).astype(jnp.uint8)
+        return QuantizedTensor(pack(codes, spec.bits), scale, zero, spec)
 
     rows = w.reshape(-1, 1, w.shape[-1])
     done = jax.lax.map(row, rows, batch_size=max(1, min(len(rows), CHUNK // w.shape[-1])))
