@@ -1,6 +1,6 @@
 """Linear layers, norms and embeddings over dense or quantized weights, with or without adapters.
 
-Letters: B batch, T time, I inputs, O outputs, R adapter rank.
+Letters: L stacked layers (or none), B batch, T time, I inputs, O outputs, R adapter rank.
 """
 
 import dataclasses
@@ -48,17 +48,17 @@ def rows(weight: Array | QuantizedTensor, ids: Int[Array | np.ndarray, "..."], d
     return weight[ids].astype(dtype)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["keys", "rate"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["keys"], meta_fields=["rate"])
 @dataclasses.dataclass(frozen=True)
 class Dropout:
     """Dropout of an adapter's input: one key a row, so that how rows are batched never changes what is dropped."""
 
-    keys: Key[Array, " *B"]
-    rate: Float[Array, ""]
+    keys: Key[Array, "*L B"]
+    rate: float
 
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T I"]:
         keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, x.shape[1:]))(self.keys)
-        return jnp.where(keep, x / (1 - self.rate).astype(x.dtype), 0)
+        return jnp.where(keep, x / (1 - self.rate), 0)
 
 
 class Linear(nnx.Module):

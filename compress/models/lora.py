@@ -72,7 +72,7 @@ def with_adapters(
             for index, name in enumerate(names):
                 ids = (jnp.arange(depth) + first) * len(names) + index
                 per_layer = jax.vmap(lambda i: jax.vmap(lambda key: jax.random.fold_in(key, i))(keys))(ids)
-                placed[name.removesuffix("lora_A") + "lora_dropout"] = Dropout(per_layer, jnp.full(depth, rate))
+                placed[name.removesuffix("lora_A") + "lora_dropout"] = Dropout(per_layer, rate)
             first += depth
         layers.append(placed)
     return combine(base, Stacked({}, layers))
