@@ -20,6 +20,12 @@ V, D = 13, 5
 HEADS = {"plain": None, "soft cap": 2.0}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    with tiny.unoptimized():
+        yield
+
+
 def project(hidden, weight, *, cap):
     logits = hidden @ weight.T
     return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -42,10 +42,11 @@ SPEC = QuantSpec(bits=4, group_size=16)
 @contextlib.contextmanager
 def unoptimized() -> Iterator[None]:
     """Compile quickly rather than well: the programs here run for milliseconds."""
-    before = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", True)
+    option = "jax_disable_most_optimizations"
+    before = jax.config.read(option)
+    jax.config.update(option, True)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update(option, before)
 
 
 @cache
