@@ -11,6 +11,7 @@ import numpy as np
 from compress.models.decoder import EMBEDDING, hidden_states, logits, stack
 from compress.models.folder import Model, load
 from compress.settings import Common, Export, Verify
+from eval.report import Check
 from export import FORMATS
 from export.atomic import atomic_folder
 from export.card import model_card
@@ -19,6 +20,7 @@ from export.errors import ArtifactError
 from export.manifest import read_manifest, verify_files, write_manifest
 from export.quantized import QuantizedTensor
 
+CARD = "README.md"
 PROBE_TOKENS = 32
 PROBE_LOGITS = 64
 # Largest difference of a logit, by format, that rounding explains: what is stored exactly differs only by the order
@@ -43,9 +45,7 @@ def export(settings: Export, common: Common) -> dict[str, Any]:
     return {"out": str(common.out), "formats": written}
 
 
-def write_artifact(
-    model: Model, name: str, folder: Path, settings: Export, source: str, metrics: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def write_artifact(model: Model, name: str, folder: Path, settings: Export, source: str) -> dict[str, Any]:
     """Write one format with model card and manifest, reload it, and compare logits; returns what was found.
 
     Adapters are merged; a quantized model that has some is refused, since merged weights are floats again.
@@ -69,12 +69,28 @@ def write_artifact(
     bound = np.inf if rounds else tolerance(name, model)
     if not difference <= bound:
         raise ArtifactError(f"{name}: reloaded logits differ by {difference:.3g} from {source}, more than {bound:.3g}")
-    facts = {"source": source, "format": name, "probe": expected, "logit_difference": difference}
-    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    card = {"Format": name, "Bytes": size, "Largest logit difference to its source": difference}
-    (folder / "README.md").write_text(model_card(Path(source).name, card, metrics or {}, format=name), encoding="utf-8")
-    write_manifest(folder, facts)
+    size = artifact_bytes(folder)
+    facts = {
+        "source": Path(source).name,
+        "format": name,
+        "bytes": size,
+        "probe": expected,
+        "logit_difference": difference,
+    }
+    write_card(folder, facts)
     return {"bytes": size, "logit_difference": difference}
+
+
+def write_card(folder: Path, facts: dict[str, Any], said: dict[str, Any] | None = None, metrics: Any = None) -> None:
+    """The model card, with what else is `said` of the model and its `metrics`; then the manifest that lists all."""
+    lines = {
+        "Format": facts["format"],
+        "Bytes": facts["bytes"],
+        "Largest logit difference to its source": facts["logit_difference"],
+    }
+    card = model_card(facts["source"], {**lines, **(said or {})}, metrics or {}, format=facts["format"])
+    (folder / CARD).write_text(card, encoding="utf-8")
+    write_manifest(folder, facts)
 
 
 def tolerance(name: str, model: Model) -> float:
@@ -156,6 +172,15 @@ def verify_folder(folder: Path, reference: str | None) -> dict[str, Any]:
     if not difference <= bound:
         raise ArtifactError(f"{folder}: logits differ by {difference:.3g} from their source, more than {bound:.3g}")
     return {"format": name, "files": "unchanged", "logit_difference": difference}
+
+
+def check_of(folder: Path) -> Check:
+    """Whether an exported format is, file by file and logit by logit, what was exported."""
+    try:
+        found = verify_folder(folder, None)
+    except ArtifactError as error:
+        return Check(folder.name, False, str(error))
+    return Check(folder.name, True, f"reloaded logits differ by at most {found['logit_difference']:.3g}")
 
 
 def artifact_bytes(folder: Path) -> int:

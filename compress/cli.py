@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # A bug is not a verdict: 1 says that the gate failed, so a traceback exits with sysexits' EX_SOFTWARE.
 BUG = 70
+_NO_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
 class Stage(NamedTuple):
@@ -303,8 +304,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code == BUG:
             traceback.print_exc()
         else:
-            click.echo(f"error: {' '.join(str(error).split())}", err=True)
+            click.echo(f"error: {' '.join(_said(error).split())}", err=True)
         return code
+
+
+def _said(error: Exception) -> str:
+    """What is wrong, where, and what to do."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error) or type(error).__name__
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    cure = "; make room and run it again, what stood there is as it was" if full else ""
+    return f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}{cure}"
 
 
 def exit_code(error: Exception) -> int:
@@ -325,6 +335,9 @@ def exit_code(error: Exception) -> int:
     # A folder that may not be read or written is the user's to mend, and the message names it.
     if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return 4
+    # So is a path that leads through a file, or that is too long for one.
+    if isinstance(error, OSError) and error.filename and error.errno in _NO_PLACE:
+        return 2
     return BUG
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
-def to_json(result: Mapping[str, Any]) -> str:
+def to_json(result: Mapping[str, Any], indent: int | None = 2) -> str:
     """The result as strict JSON: a number that is not finite becomes null, which no reader takes for a good one."""
-    return json.dumps(_finite(result), indent=2, ensure_ascii=False, default=_fallback, allow_nan=False)
+    return json.dumps(_finite(result), indent=indent, ensure_ascii=False, default=_fallback, allow_nan=False)
 
 
 def show(result: Mapping[str, Any]) -> None:

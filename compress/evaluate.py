@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from compress.data.rows import Rows
+from compress.data.rows import SHOWN, Rows, skipped_rows
 from compress.data.windows import Windows, documents, windows
 from compress.errors import RecipeError
 from compress.models.decoder import EMBEDDING, HEAD, LAYER, head, hidden_states, project, stack
@@ -48,11 +48,12 @@ def run(settings: Eval, common: Common) -> dict[str, Any]:
         models[metrics.PARENT] = load(settings.baseline).merged().dequantized()
     if settings.teacher:
         models[metrics.TEACHER] = load(settings.teacher).merged().dequantized()
-    report = measure(models, settings, common, name=Path(settings.model).name)
+    held_out = open_windows(models, settings, common)
+    report = measure(models, held_out, common, name=Path(settings.model).name)
     if common.out is not None:
         with atomic_file(common.out, common.force) as path:
             path.write_text(to_json(report), encoding="utf-8")
-    return summary(report) | ({"report": str(common.out)} if common.out else {})
+    return summary(report) | held_out.facts() | ({"report": str(common.out)} if common.out else {})
 
 
 def summary(report: Report) -> dict[str, Any]:
@@ -64,16 +65,34 @@ def summary(report: Report) -> dict[str, Any]:
     }
 
 
-def measure(models: Mapping[str, Model], settings: Eval, common: Common, *, name: str, **parts: Any) -> Report:
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Held-out text as all models read it: the windows, how they were made, and the rows that they came from."""
+
+    windows: Windows
+    convention: Convention
+    rows: Rows
+
+    def facts(self) -> dict[str, Any]:
+        """What a result says of the rows."""
+        skipped = skipped_rows(self.rows)[:SHOWN]
+        return {"rows": self.rows.quarantine.counts()} | ({"skipped_rows": skipped} if skipped else {})
+
+    def notes(self) -> list[str]:
+        """What the report says of them."""
+        quarantine = self.rows.quarantine
+        return [f"{quarantine.skipped} of {quarantine.read} held-out rows skipped"] if quarantine.skipped else []
+
+
+def measure(models: Mapping[str, Model], held_out: HeldOut, common: Common, *, name: str, **parts: Any) -> Report:
     """The report on models named as in `eval.metrics`; the candidate is among them.
 
     Args:
       parts: further fields of the report; `evidence` holds further fields of the evidence.
     """
-    held_out, convention = open_windows(models, settings, common)
     baselines = [model for model in (metrics.PARENT, metrics.TEACHER) if model in models]
     pairs = [(baseline, model) for baseline in baselines for model in models if model != baseline]
-    scores = score(chunks(models, held_out, common, "eval"), pairs)
+    scores = score(chunks(models, held_out.windows, common, "eval"), pairs)
     candidate = models[metrics.CANDIDATE]
     tensors = tensor_errors(models[metrics.PARENT], candidate) if metrics.PARENT in models else []
     evidence = metrics.Evidence(
@@ -81,17 +100,18 @@ def measure(models: Mapping[str, Model], settings: Eval, common: Common, *, name
     )
     return Report(
         name=name,
-        convention=convention,
+        convention=held_out.convention,
         metrics=metrics.measure(evidence),
         tensors=[ErrorRow.of(error) for error in tensors],
         size=evidence.size,
         tails=[tail(scores[model], model, baseline) for baseline, model in pairs if model == metrics.CANDIDATE],
+        notes=held_out.notes(),
         versions={package: importlib.metadata.version(package) for package in VERSIONED},
         **parts,
     )
 
 
-def open_windows(models: Mapping[str, Model], settings: Eval, common: Common) -> tuple[Windows, Convention]:
+def open_windows(models: Mapping[str, Model], settings: Eval, common: Common) -> HeldOut:
     """Held-out windows that all models read alike, and the convention's name and numbers.
 
     Raises:
@@ -107,7 +127,7 @@ def open_windows(models: Mapping[str, Model], settings: Eval, common: Common) ->
     if settings.bos and tokenizer.bos_id is None:
         raise RecipeError("bos = true, but the tokenizer has no BOS token")
     rows = Rows(settings.data, columns=common.data.columns, bad_rows=common.data.bad_rows)
-    held_out = windows(
+    cut = windows(
         documents(rows, tokenizer, tokens=settings.max_tokens),
         settings.window,
         stride=settings.stride,
@@ -116,7 +136,7 @@ def open_windows(models: Mapping[str, Model], settings: Eval, common: Common) ->
         size=BATCH,
         pad_id=tokenizer.pad_id or 0,
     )
-    facts = held_out.convention
+    facts = cut.convention
     convention = Convention(
         name=f"joined windows of {facts.window}, stride {facts.stride}, {'BOS' if facts.bos else 'no BOS'}",
         window=facts.window,
@@ -128,7 +148,7 @@ def open_windows(models: Mapping[str, Model], settings: Eval, common: Common) ->
         data_sha256=facts.sha256,
         seed=common.seed,
     )
-    return held_out, convention
+    return HeldOut(cut, convention, rows)
 
 
 def chunks(models: Mapping[str, Model], held_out: Windows, common: Common, stage: str) -> Iterator[Chunk]:
@@ -200,11 +220,10 @@ def part_of(name: str) -> str:
     )
 
 
-def retention(base: Model, landed: Model, settings: Eval, common: Common) -> Retention | None:
+def retention(base: Model, landed: Model, held_out: HeldOut, common: Common) -> Retention | None:
     """How much of the adapters on `base` survived in `landed`; None where there are none."""
     if base.adapters is None:
         return None
     bare = dataclasses.replace(base, adapters=None)
     models = {LANDED: landed, BASE: bare, ADAPTED: base.merged()}
-    held_out, _ = open_windows({metrics.CANDIDATE: landed}, settings, common)
-    return accumulate(chunks(models, held_out, common, "adapters"))
+    return accumulate(chunks(models, held_out.windows, common, "adapters"))

@@ -5,7 +5,7 @@ from typing import Any
 
 from compress.settings import Common, Gate
 from eval.errors import EvidenceError
-from eval.gate import Policy, judge
+from eval.gate import Policy, Verdict, judge
 from eval.report import from_json
 
 MAX_BYTES = 256 << 20
@@ -20,6 +20,11 @@ def run(settings: Gate, common: Common) -> dict[str, Any]:
     assert settings.report is not None, "whoever calls this names a report"
     report = from_json(_read(settings.report), str(settings.report))
     verdict = judge(report, read_policy(settings.policy))
+    return facts(verdict)
+
+
+def facts(verdict: Verdict) -> dict[str, Any]:
+    """The verdict, rule by rule, and the exit code that it stands for."""
     return {
         "verdict": verdict.sentence(),
         "status": verdict.status,

@@ -4,11 +4,11 @@ A stage's key is the hash of its settings and of the contents of the files that 
 so its presence means that the stage is done, and its key that nothing has changed since.
 """
 
+import contextlib
+import copy
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,31 +18,31 @@ import numpy as np
 
 from compress import gate
 from compress.align import stage as align
-from compress.artifact import read_json, write_artifact
+from compress.artifact import check_of, read_json, write_artifact
+from compress.data.rows import QUARANTINE, Rows, keep_quarantine
+from compress.display import to_json
 from compress.distill import stage as distill
 from compress.distill.student import make_student
 from compress.errors import RecipeError
-from compress.evaluate import measure, retention, summary
+from compress.evaluate import measure, open_windows, retention, summary
 from compress.generate.sampling import GREEDY
 from compress.generate.stage import continue_texts
-from compress.keys import plain
 from compress.locate import located
 from compress.models.folder import Model, load
+from compress.preflight import preflight
 from compress.quantize import stage as quantize
-from compress.recipe import to_toml
+from compress.recipe import to_dict, to_toml
+from compress.record import RECORD, VERSION, contents_of, hash_of, read_record
+from compress.release import put, release, withdraw, write_reports
 from compress.schema import Recipe
-from compress.settings import Common, Eval, Export
+from compress.settings import Common, Data, Eval, Export
 from eval import metrics
-from eval.gate import Policy, judge
-from eval.html import to_html
-from eval.markdown import to_markdown
+from eval.gate import Verdict, judge
 from eval.preference import PairScores
-from eval.report import Check, Curve, ErrorRow, Generation, Report, from_json, to_json
-from export.atomic import atomic_file, atomic_folder
+from eval.report import Curve, ErrorRow, Generation, Report, from_json
+from eval.report import to_json as report_to_json
+from export.atomic import atomic_folder
 
-# Raised when a stage's files change their meaning, so that old ones are made anew.
-VERSION = 1
-RECORD = "stage.json"
 PROMPTS = 3
 PROMPT_WORDS = 12
 
@@ -56,10 +56,10 @@ def run(recipe: Recipe, common: Common) -> dict[str, Any]:
     assert common.out is not None
     work = Run(recipe, common)
     common.out.mkdir(parents=True, exist_ok=True)
-    with atomic_file(common.out / "recipe.toml", force=True) as path:
-        path.write_text(to_toml(recipe), encoding="utf-8")
+    put(common.out / "recipe.toml", to_toml(recipe))
     for name in work.stages:
         work.run_stage(name)
+    work.gather_quarantines()
     return work.judge()
 
 
@@ -73,7 +73,10 @@ class Run:
           RecipeError: there is nothing to do, or a stage has no model to read.
         """
         assert common.out is not None
-        self.recipe, self.common, self.folder = recipe, common, common.out
+        progress = copy.copy(common.progress)
+        progress.listener = self.hear
+        self.recipe, self.folder = recipe, common.out
+        self.common = dataclasses.replace(common, progress=progress)
         self.began = time.monotonic()
         self.stages = [name for name in ("distill", "align", "quantize", "export", "eval") if getattr(recipe, name)]
         if not self.stages:
@@ -92,6 +95,12 @@ class Run:
             # The gate's metrics are those of the exported files.
             first = self.settings["export"].format[0]
             self.settings["eval"] = dataclasses.replace(self.settings["eval"], model=str(self.export_folder(first)))
+        preflight(self.settings, recipe.data, self.policy_file)
+
+    @property
+    def policy_file(self) -> Path | None:
+        """The policy that the recipe names; None stands for the built-in one."""
+        return self.recipe.gate.policy if self.recipe.gate else None
 
     def export_folder(self, name: str) -> Path:
         """Where one exported format lies."""
@@ -116,38 +125,62 @@ class Run:
             "export": self.export,
             "eval": self.evaluate,
         }
-        result = steps[name](self.settings[name], common)
-        seconds = round(time.monotonic() - began, 3)
-        record = {"key": key, "version": VERSION, "seconds": seconds, "result": result}
-        with atomic_file(folder / RECORD, force=True) as path:
-            path.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
-        self.event(name, "finished", seconds=seconds)
+        try:
+            result = steps[name](self.settings[name], common)
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # where the disk is full, the event is not what to report
+                self.event(name, "stopped", error=type(error).__name__)
+            raise
+        took = round(time.monotonic() - began, 3)
+        put(folder / RECORD, to_json({"key": key, "version": VERSION, "seconds": took, "result": result}) + "\n")
+        for row in self.trace(name).get("validations", ()):
+            self.event(name, "validated", **row)
+        self.event(name, "finished", took=took)
 
     def record(self, name: str) -> dict[str, Any]:
         """A stage's stage.json; empty if it isn't done."""
-        path = self.folder / name / RECORD
-        try:
-            return read_json(path)
-        except (FileNotFoundError, json.JSONDecodeError):
-            return {}
+        return read_record(self.folder / name / RECORD)
+
+    def trace(self, name: str) -> dict[str, Any]:
+        """The steps and validations of a stage that trains."""
+        path = self.folder / name / distill.TRACE
+        return read_json(path) if path.exists() else {}
 
     def key(self, name: str) -> str:
         """Hash of all that decides what a stage writes."""
         settings = self.settings[name]
-        inputs = {"seed": self.common.seed, "dtype": self.common.dtype, "data": plain(self.recipe.data)}
+        inputs: dict[str, Any] = {"seed": self.common.seed, "dtype": self.common.dtype}
+        inputs["data"] = to_dict(self.recipe.data)
         if name == "eval":
             # The report tells of every stage, so it is as old as the oldest of them.
             inputs["stages"] = {stage: self.record(stage).get("key") for stage in self.stages if stage != "eval"}
-            inputs["generate"] = plain(self.recipe.generate)
-        files = {str(path): hash_of(path) for path in paths_in(settings)}
-        text = json.dumps([name, VERSION, plain(settings), inputs, files], sort_keys=True, default=str)
+            inputs["generate"] = to_dict(self.recipe.generate) if self.recipe.generate else None
+            # It is about the exported files of all formats, and any of them may have been touched since.
+            inputs["exported"] = hash_of(self.folder / "export") if "export" in self.stages else None
+        text = json.dumps([name, VERSION, contents_of(settings), inputs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def event(self, stage: str, what: str, **facts: Any) -> None:
         """Append a line to events.jsonl."""
         line = {"seconds": round(time.monotonic() - self.began, 3), "stage": stage, "event": what, **facts}
         with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(to_json(line, indent=None) + "\n")
+
+    def hear(self, stage: str, done: int, total: int, **figures: float) -> None:
+        """A step of a stage is a line of events.jsonl."""
+        self.event(stage, "step", step=done, of=total, **figures)
+
+    def gather_quarantines(self) -> None:
+        """Put the rows that any stage skipped, with the stage's name, into the run's quarantine.jsonl."""
+        lines = []
+        for name in self.stages:
+            path = self.folder / name / QUARANTINE
+            if path.exists():
+                rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+                lines += [json.dumps({"stage": name, **row}, ensure_ascii=False) + "\n" for row in rows]
+        put(self.folder / QUARANTINE, "".join(lines))
+        if lines:
+            self.common.progress.warn(f"{len(lines)} rows skipped; {self.folder / QUARANTINE} lists them")
 
     def export(self, settings: Export, common: Common) -> dict[str, Any]:
         """Every format in a folder of its own, reloaded and compared."""
@@ -164,9 +197,10 @@ class Run:
         """The report on the exported files, written as report.json."""
         assert common.out is not None and settings.model is not None
         models = self.models(settings)
+        held_out = open_windows(models, settings, common)
         parts: dict[str, Any] = {"evidence": {}}
         if "align" in self.stages and "quantize" in self.stages:
-            kept = retention(load(self.folder / "align"), models[metrics.CANDIDATE], settings, common)
+            kept = retention(load(self.folder / "align"), models[metrics.CANDIDATE], held_out, common)
             parts["evidence"]["retention"] = kept
             pairs = self.folder / "align" / align.PAIRS
             if pairs.exists():
@@ -174,12 +208,12 @@ class Run:
                 beta = columns.pop("beta")
                 scores = {name: np.asarray(values) for name, values in columns.items()}
                 parts["evidence"]["preference"] = {"aligned": PairScores(**scores, beta=beta)}
-        report = measure(
-            models, settings, common, name=self.recipe.name or "run", **parts, **self.story(models, settings)
-        )
+        story = self.story(models, settings)
+        report = measure(models, held_out, common, name=self.recipe.name or "run", **parts, **story)
         with atomic_folder(common.out, force=True) as folder:
-            (folder / "report.json").write_text(to_json(report), encoding="utf-8")
-        return summary(report)
+            (folder / "report.json").write_text(report_to_json(report), encoding="utf-8")
+            skipped = keep_quarantine(folder, held_out.rows)
+        return {**summary(report), "rows": held_out.rows.quarantine.counts(), **skipped}
 
     def models(self, settings: Eval) -> dict[str, Model]:
         """The models to compare, by their names in `eval.metrics`, and further exported formats by theirs."""
@@ -204,18 +238,15 @@ class Run:
         curves = []
         for name in ("distill", "align"):
             if name in self.stages:
-                curves += curves_of(name, read_json(self.folder / name / distill.TRACE))
+                curves += curves_of(name, self.trace(name))
         layers = []
         if "quantize" in self.stages:
             layers = [ErrorRow(**row) for row in read_json(self.folder / "quantize" / quantize.LAYERS)]
-        checks = []
-        for name, facts in self.record("export").get("result", {}).get("formats", {}).items():
-            detail = f"reloaded logits differ by at most {facts['logit_difference']:.3g}; {facts['bytes']:,} bytes"
-            checks.append(Check(name, True, detail))
+        formats = self.settings["export"].format if "export" in self.stages else ()
         return {
             "curves": curves,
             "layers": layers,
-            "checks": checks,
+            "checks": [check_of(self.export_folder(name)) for name in formats],
             "generations": self.generations(models, settings),
             "stages": [*self.stages],
         }
@@ -223,7 +254,9 @@ class Run:
     def generations(self, models: dict[str, Model], settings: Eval) -> list[Generation]:
         """Each model's continuation of the recipe's prompts, or of the held-out text's first words."""
         table = self.recipe.generate
-        prompts = list(table.prompt) if table else first_words(settings.data[0])
+        prompts = list(table.prompt) if table else first_words(settings.data, self.recipe.data)
+        if not prompts:
+            return []
         shown = [name for name in (metrics.TEACHER, metrics.PARENT, metrics.CANDIDATE) if name in models]
         texts = {
             name: continue_texts(
@@ -242,53 +275,30 @@ class Run:
         if "eval" not in self.stages:
             return {"run": str(self.folder), "stages": self.stages}
         report = from_json((self.folder / "eval" / "report.json").read_bytes())
-        policy_file = self.recipe.gate.policy if self.recipe.gate else None
-        policy = gate.read_policy(policy_file)
-        verdict = judge(report, policy)
-        write_reports(self.folder, report, verdict, policy)
+        verdict = judge(report, gate.read_policy(self.policy_file))
+        write_reports(self.folder, report, verdict)
         self.event("gate", verdict.status)
-        released = self.release(verdict.exit_code == 0)
         return {
             **summary(report),
-            "rules": [{"rule": o.subject, "status": o.status, "why": o.why} for o in verdict.outcomes],
-            "verdict": verdict.sentence(),
+            **gate.facts(verdict),
             "report": str(self.folder / "report.html"),
-            "artifact": str(released) if released else "none: the gate did not pass",
+            "artifact": self.release(report, verdict),
             "seconds": round(time.monotonic() - self.began, 1),
-            "exit_code": verdict.exit_code,
         }
 
-    def release(self, passed: bool) -> Path | None:
-        """`artifact/` holds the exported files if and only if the gate has passed them."""
-        artifact, exported = self.folder / "artifact", self.folder / "export"
-        if artifact.exists():
-            shutil.rmtree(artifact)
-        if not passed or "export" not in self.stages:
-            return None
-        with atomic_folder(artifact) as folder:
-            for source in sorted(exported.rglob("*")):
-                target = folder / source.relative_to(exported)
-                if source.is_dir():
-                    target.mkdir(parents=True, exist_ok=True)
-                elif source.name != RECORD:
-                    link(source, target)
-        return artifact
-
-
-def link(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where the file system has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-
-
-def write_reports(folder: Path, report: Report, verdict: Any, policy: Policy) -> None:
-    """report.json, report.html and report.md beside each other."""
-    texts = {"json": to_json(report), "html": to_html(report, verdict), "md": to_markdown(report, verdict)}
-    for ending, text in texts.items():
-        with atomic_file(folder / f"report.{ending}", force=True) as path:
-            path.write_text(text, encoding="utf-8")
+    def release(self, report: Report, verdict: Verdict) -> str:
+        """Release the exported files if and only if the gate has passed them; says where, or why not."""
+        artifact = self.folder / "artifact"
+        if verdict.exit_code or "export" not in self.stages:
+            withdraw(artifact)
+            return "none: the gate did not pass" if verdict.exit_code else "none: the recipe has no [export]"
+        # Left alone where it is what this report and verdict have released before.
+        told = json.dumps([self.record("export").get("key"), self.record("eval").get("key"), gate.facts(verdict)])
+        key = hashlib.sha256(told.encode()).hexdigest()
+        if read_record(artifact / RECORD).get("key") != key:
+            release(self.folder / "export", artifact, report, verdict)
+            put(artifact / RECORD, to_json({"key": key, "version": VERSION, "verdict": verdict.status}) + "\n")
+        return str(artifact)
 
 
 def curves_of(stage: str, trace: dict[str, Any]) -> list[Curve]:
@@ -305,37 +315,13 @@ def curves_of(stage: str, trace: dict[str, Any]) -> list[Curve]:
     return curves
 
 
-def first_words(path: Path) -> list[str]:
-    """Beginnings of the first rows of held-out text, as prompts."""
-    from compress.data.rows import Rows
-
+def first_words(paths: tuple[Path, ...], data: Data) -> list[str]:
+    """Beginnings of the first rows of held-out text, as prompts; none where the rows are not text."""
     texts = []
-    for row in Rows([path], bad_rows="skip"):
-        text = row.values.get("text")
-        if isinstance(text, str):
-            texts.append(" ".join(text.split()[:PROMPT_WORDS]))
+    for row in Rows(paths, columns=data.columns, bad_rows=data.bad_rows):
+        words = str(row.values.get("text", "")).split()
+        if words:
+            texts.append(" ".join(words[:PROMPT_WORDS]))
         if len(texts) == PROMPTS:
             break
     return texts
-
-
-def paths_in(settings: Any) -> list[Path]:
-    """Files and folders that the settings name and that exist."""
-    found: list[Path] = []
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, str | Path) and str(item) and Path(item).exists():
-                found.append(Path(item))
-    return found
-
-
-def hash_of(path: Path) -> str:
-    """SHA-256 of a file, or of all files of a folder; what a stage writes of its own course is left out."""
-    digest = hashlib.sha256()
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file() and file.name not in (RECORD, distill.TRACE):
-            digest.update(str(file.relative_to(path)).encode() + b"\0")
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()

@@ -2,11 +2,21 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
+
+# What takes less is over before anyone has read how long it takes.
+WORTH_AN_ESTIMATE = 2.0
 
 
 class Progress:
-    """Prints how far a stage is; results go to standard output, this never does."""
+    """Prints how far a stage is; results go to standard output, this never does.
+
+    Attributes:
+      listener: called with what each report says, before it is decided whether to print it.
+    """
+
+    listener: Callable[..., None] | None = None
 
     def __init__(self, stream: TextIO | None = None, *, quiet: bool = False, every: float = 10.0):
         """Write to `stream` (standard error if None), in a log at most each `every` seconds; `quiet` writes nothing."""
@@ -15,21 +25,38 @@ class Progress:
         self._every = every
         self._last = 0.0
         self._width = 0
+        self._stage, self._first, self._began = "", 0, 0.0
 
     def __call__(self, stage: str, done: int, total: int, **figures: float) -> None:
         """Report `done` of `total` steps; the first of them and the last are always printed."""
+        if self.listener is not None:
+            self.listener(stage, done, total, **figures)
         terminal = self._terminal()
         now = time.monotonic()
+        left = self._seconds_left(stage, done, total, now)
         if self._quiet or (1 < done < total and now - self._last < (0.1 if terminal else self._every)):
             return
         self._last = now
         said = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
-        line = f"{stage} {done}/{total}  {said}".rstrip()
+        line = f"{stage} {done}/{total}  {said}".rstrip() + left
         if terminal:
             self._write("\r" + line.ljust(self._width) + ("\n" if done >= total else ""))
             self._width = 0 if done >= total else len(line)
         else:
             self._write(line + "\n")
+
+    def _seconds_left(self, stage: str, done: int, total: int, now: float) -> str:
+        """The estimate, in words. The clock starts after the first step, which is slow because it compiles."""
+        if stage != self._stage or done <= self._first:
+            self._stage, self._first, self._began = stage, done, now
+            return ""
+        took = now - self._began
+        left = took / (done - self._first) * (total - done)
+        if done >= total or took + left < WORTH_AN_ESTIMATE:
+            return ""
+        minutes, seconds = divmod(round(left), 60)
+        clock = f"{minutes // 60}:{minutes % 60:02}" if minutes >= 60 else f"{minutes}"
+        return f"  {clock}:{seconds:02} left"
 
     def say(self, text: str) -> None:
         """Print a line that stays."""

@@ -13,14 +13,14 @@ FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT 
 FLOORS = [
     {"__main__"},
     {"cli"},
-    {"pipeline", "plan"},
+    {"pipeline", "plan", "preflight", "release"},
     {"schema", "options", "gate", "artifact", "evaluate"},
     {"align"},
     {"quantize"},
     {"distill"},
     {"train", "generate"},
     {"models", "data", "device"},
-    {"tokenizer", "chat_template", "sentencepiece_model", "settings", "locate", "display"}
+    {"tokenizer", "chat_template", "sentencepiece_model", "settings", "locate", "display", "record"}
     | {"recipe", "keys", "progress", "errors", "__init__"},
 ]
 FOLDERS = {path.parts[1] for path in FILES if len(path.parts) > 2}

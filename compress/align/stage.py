@@ -14,7 +14,7 @@ from compress.align.loss import both, policy_divergence, preference_loss, sequen
 from compress.align.settings import Align
 from compress.data.batch import Batch, PairBatch
 from compress.data.batches import Batches, PairBatches
-from compress.data.rows import Rows
+from compress.data.rows import Rows, keep_quarantine
 from compress.data.split import training_and_held_out
 from compress.models.decoder import Stacked, linears, partition, stack, unstack
 from compress.models.folder import Model, load, save, to_host
@@ -50,6 +50,7 @@ def run(settings: Align, common: Common) -> dict[str, Any]:
         weights = to_host(unstack(base.config, adapters))
         kept = Adapters({**weights}, settings.rank, settings.alpha, settings.dropout, settings.model)
         facts = {"stage": "align", "method": settings.method, "model": settings.model, **trainer.facts()}
+        skipped = keep_quarantine(folder, trainer.rows, trainer.valid)
         save(dataclasses.replace(base, adapters=kept), folder, facts)
     return {
         "out": str(common.out),
@@ -58,6 +59,7 @@ def run(settings: Align, common: Common) -> dict[str, Any]:
         "best_step": trace.best_step,
         "validation": {"before": trace.validations[0], "after": trace.best},
         **trainer.facts(),
+        **skipped,
     }
 
 
@@ -171,11 +173,7 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """What the data was."""
-        quarantine = self.rows.quarantine
-        return {
-            "rows": {"read": quarantine.read, "skipped": quarantine.skipped, "reasons": dict(quarantine.reasons)},
-            "data_sha256": self.rows.sha256,
-        }
+        return {"rows": self.rows.quarantine.counts(), "data_sha256": self.rows.sha256}
 
 
 class Reference:
@@ -199,7 +197,9 @@ class Reference:
 
 def fingerprints(pairs: PairBatch) -> list[bytes]:
     """What tells each pair from another: a hash of both rows' tokens, segments and masks."""
-    columns = [np.asarray(x) for side in (pairs.chosen, pairs.rejected) for x in (side.tokens, side.segments, side.mask)]
+    columns = [
+        np.asarray(x) for side in (pairs.chosen, pairs.rejected) for x in (side.tokens, side.segments, side.mask)
+    ]
     return [hashlib.sha256(b"".join(x[row].tobytes() for x in columns)).digest() for row in range(len(columns[0]))]
 
 

@@ -36,6 +36,8 @@ PLAIN = {".txt", ".text", ".md", ".rst", ""}
 MAX_LINE = 64 << 20  # bytes of a line
 MAX_TEXT = 64 << 20  # bytes of a row of plain text; a longer file is cut after a line
 MAX_LISTED = 10_000
+QUARANTINE = "quarantine.jsonl"
+SHOWN = 20  # skipped rows that a result lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Quarantine:
     @property
     def kept(self) -> int:
         return self.read - self.skipped
+
+    def counts(self) -> dict[str, Any]:
+        """What a result says of it: read = kept + skipped."""
+        return {"read": self.read, "kept": self.kept, "skipped": self.skipped, "reasons": dict(self.reasons)}
 
     def skip(self, where: str, reason: str) -> None:
         self.skipped += 1
@@ -203,6 +209,21 @@ class Rows:
             return f"lacks column {' and '.join(lacking)} of a {kind} row (it has {there})"
         wanted = " | ".join("+".join(self.columns[c] for c in KINDS[k]) for k in self.kinds)
         return f"no column that makes a row: need {wanted} (it has {there}); map them with columns"
+
+
+def skipped_rows(*sources: Rows) -> list[dict[str, str]]:
+    """The rows that were skipped, each once: where it stands and why."""
+    found = dict(item for rows in sources for item in rows.quarantine.listed)
+    return [{"row": where, "reason": reason} for where, reason in found.items()]
+
+
+def keep_quarantine(folder: Path, *sources: Rows) -> dict[str, Any]:
+    """List what was skipped in the folder's quarantine.jsonl, if anything was; what a result says of it."""
+    skipped = skipped_rows(*sources)
+    if skipped:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in skipped)
+        (folder / QUARANTINE).write_text(text, encoding="utf-8")
+    return {"skipped_rows": skipped[:SHOWN]} if skipped else {}
 
 
 def _check_path(path: Path) -> None:

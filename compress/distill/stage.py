@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from compress.data.batches import Batches
+from compress.data.rows import Rows, keep_quarantine
 from compress.data.split import training_and_held_out
 from compress.distill.loss import distillation_loss
 from compress.distill.settings import Distill
@@ -34,7 +35,10 @@ def run(settings: Distill, common: Common) -> dict[str, Any]:
         teacher = load(settings.teacher).merged().dequantized()
         student = make_student(settings.student, teacher, seed=common.seed)
         check_pair(teacher, student)
-        trained, trace, facts = distill(teacher, student, settings, common)
+        options = {"columns": common.data.columns, "bad_rows": common.data.bad_rows}
+        rows, valid = training_and_held_out(settings.data, settings.valid, **options)
+        trained, trace, facts = distill(teacher, student, rows, valid, settings=settings, common=common)
+        skipped = keep_quarantine(folder, rows, valid)
         (folder / TRACE).write_text(trace.to_json())
         save(trained, folder, {"stage": "distill", "teacher": settings.teacher, **facts})
     first, best = trace.validations[0], min(trace.validations, key=lambda row: row["loss"])
@@ -45,6 +49,7 @@ def run(settings: Distill, common: Common) -> dict[str, Any]:
         "best_step": trace.best_step,
         "validation": {"before": first, "after": best},
         **facts,
+        **skipped,
     }
 
 
@@ -61,11 +66,11 @@ def check_pair(teacher: Model, student: Model) -> None:
         )
 
 
-def distill(teacher: Model, student: Model, settings: Distill, common: Common) -> tuple[Model, Trace, dict[str, Any]]:
-    """The student after training, its trace, and what the data was."""
+def distill(
+    teacher: Model, student: Model, rows: Rows, valid: Rows, *, settings: Distill, common: Common
+) -> tuple[Model, Trace, dict[str, Any]]:
+    """The student after training on `rows`, judged by `valid`; its trace, and what the data was."""
     dtype = jnp.dtype(common.dtype)
-    options = {"columns": common.data.columns, "bad_rows": common.data.bad_rows}
-    rows, valid = training_and_held_out(settings.data, settings.valid, **options)
     shape: dict[str, Any] = {"size": settings.global_batch, "length": settings.sequence_length, "seed": common.seed}
     tokenizer = teacher.tokenizer
     batches = Batches(rows, tokenizer, **shape)
@@ -97,7 +102,7 @@ def distill(teacher: Model, student: Model, settings: Distill, common: Common) -
     facts = {
         "tokens": int(sum(row["count"] for row in trace.steps)),
         "packing": round(batches.efficiency, 4),
-        "rows": {"read": rows.quarantine.read, "skipped": rows.quarantine.skipped},
+        "rows": rows.quarantine.counts(),
         "data_sha256": rows.sha256,
     }
     return dataclasses.replace(student, weights=weights), trace, facts

@@ -4,14 +4,16 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from compress.errors import RecipeError
 from compress.models import read_config
+from compress.models.config import DecoderConfig
 from compress.models.decoder import LAYER, init
-from compress.models.folder import Model, load, to_host
+from compress.models.folder import Model, architecture, load, to_host
 from export.errors import ArtifactError
 
 CUT = re.compile(r"half|layers:(\d+)|layers:(\d+(?:,\d+)+)")
@@ -77,14 +79,31 @@ def make_student(spec: str, teacher: Model, *, seed: int) -> Model:
     raise RecipeError(f"student {spec!r}: give half, layers:N, layers:0,2,5, a config.json, or a model folder")
 
 
+def student_architecture(spec: str, teacher: DecoderConfig) -> DecoderConfig:
+    """What `make_student` will make of `spec`, before any weight is read; a cut differs in its depth alone.
+
+    Raises:
+      ArtifactError: the config or model cannot be read.
+    """
+    if CUT.fullmatch(spec) or not Path(spec).exists():
+        return teacher
+    return read_config(_read_config(Path(spec))) if Path(spec).suffix == ".json" else architecture(spec)
+
+
 def fresh_student(path: Path, teacher: Model, *, seed: int) -> Model:
     """A student of the architecture in `path` with fresh weights and the teacher's tokenizer."""
+    hf = _read_config(path)
+    config = read_config(hf)
+    weights = to_host(init(config, jax.random.key(seed)))
+    return Model(hf, config, weights, teacher.files)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         hf = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(hf, dict):
             raise ArtifactError("must be an object")
-        config = read_config(hf)
+        read_config(hf)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, ArtifactError, RecursionError) as error:
         raise ArtifactError(f"{path}: not a config.json of a model: {error}") from error
-    weights = to_host(init(config, jax.random.key(seed)))
-    return Model(hf, config, weights, teacher.files)
+    return hf

@@ -91,6 +91,18 @@ def check_shapes(config: DecoderConfig, weights: Mapping[str, Any]) -> None:
         raise ArtifactError(f"tensors do not fit config.json: {shown}{more}")
 
 
+def architecture(path: str | os.PathLike) -> DecoderConfig:
+    """What kind of model lies at `path`; no weight is read.
+
+    Raises:
+      ArtifactError: nothing that can be read lies there, or it is of an unknown kind.
+    """
+    try:
+        return read_config(read(path).config)
+    except ArtifactError as error:
+        raise ArtifactError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+
+
 def load(path: str | os.PathLike, dtype: str = "float32") -> Model:
     """Read a model folder or GGUF file of any format, float tensors as `dtype`; adapters beside it come along.
 
@@ -112,8 +124,17 @@ def load(path: str | os.PathLike, dtype: str = "float32") -> Model:
         raise ArtifactError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
     model = Model(checkpoint.config, config, weights, checkpoint.files)
     if (Path(path) / ADAPTER_CONFIG).is_file():
-        model = dataclasses.replace(model, adapters=read_adapters(path))
+        model = dataclasses.replace(model, adapters=_adapters_of(path))
     return model
+
+
+def _adapters_of(path: str | os.PathLike) -> Adapters:
+    adapters = read_adapters(path)
+    try:
+        check_finite(Checkpoint({}, adapters.weights))
+    except ArtifactError as error:
+        raise ArtifactError(f"{path}: {error}") from error
+    return adapters
 
 
 def _cast(name: str, value: Any, dtype: str) -> np.ndarray:

@@ -98,7 +98,7 @@ def quantize_model(
       RecipeError: groups that do not divide a layer's inputs, before any work.
       ArtifactError: a tensor that cannot be quantized; it is named.
     """
-    specs = spec_of_layers(config, spec, fallback_group_size)
+    specs = spec_of_layers(config, spec, fallback_group_size, embedding_bits)
     quantizer = QUANTIZERS[method]
     quantized: Weights = dict(weights)
     stem = Stacked({EMBEDDING: jnp.asarray(weights[EMBEDDING])}, [])
@@ -143,7 +143,7 @@ def quantize_model(
         if progress is not None:
             progress("quantize", index + 1, config.num_hidden_layers)
     if embedding_bits is not None:
-        packed = rtn(jnp.asarray(weights[EMBEDDING], jnp.float32), dataclasses.replace(spec, bits=embedding_bits))
+        packed = rtn(jnp.asarray(weights[EMBEDDING], jnp.float32), specs[EMBEDDING])
         quantized[EMBEDDING] = jax.tree.map(np.asarray, packed)
     return Calibrated(quantized, layers)
 

@@ -5,6 +5,8 @@ import dataclasses
 from compress.errors import RecipeError
 from compress.models.config import DecoderConfig
 from compress.models.decoder import EMBEDDING, linears, shapes
+from compress.quantize import QUANTIZERS
+from compress.quantize.settings import Quantize
 from export.quantized import QuantSpec, misfits
 
 SIZES = (256, 128, 64, 32)
@@ -25,19 +27,35 @@ def require_fit(config: DecoderConfig, group_size: int, *, embedding: bool = Fal
         raise RecipeError(f"group_size = {group_size} does not divide the inputs of {shown}; {cure}")
 
 
-def spec_of_layers(config: DecoderConfig, spec: QuantSpec, fallback_group_size: int | None) -> dict[str, QuantSpec]:
-    """Each linear's spec: `spec`, or with the fallback's groups where its own do not divide.
+def check_settings(settings: Quantize, config: DecoderConfig) -> None:
+    """What the settings ask for can be done with a model of this architecture.
+
+    Raises:
+      RecipeError: groups that do not divide a layer's inputs, or a method without its calibration data.
+    """
+    spec = QuantSpec(bits=settings.bits, group_size=settings.group_size, symmetric=settings.symmetric)
+    spec_of_layers(config, spec, settings.fallback_group_size, settings.embedding_bits)
+    if QUANTIZERS[settings.method].calibrated and not settings.calibration:
+        raise RecipeError(
+            f"--calibration is missing: {settings.method} needs text to calibrate on; or use --method rtn"
+        )
+
+
+def spec_of_layers(
+    config: DecoderConfig, spec: QuantSpec, fallback_group_size: int | None, embedding_bits: int | None = None
+) -> dict[str, QuantSpec]:
+    """Each linear's spec, and the embedding's if it has bits: `spec`, or the fallback's groups where its own misfit.
 
     Raises:
       RecipeError: as `require_fit`, of the layers that neither size divides.
     """
-    if fallback_group_size is None:
-        require_fit(config, spec.group_size)
-        return dict.fromkeys(linears(config), spec)
-    fallback = dataclasses.replace(spec, group_size=fallback_group_size)
+    wanted = linears(config) | ({EMBEDDING: shapes(config)[EMBEDDING]} if embedding_bits else {})
     specs = {}
-    for name, shape in linears(config).items():
-        specs[name] = spec if shape[-1] % spec.group_size == 0 else fallback
-    if any(shape[-1] % specs[name].group_size for name, shape in linears(config).items()):
-        require_fit(config, fallback_group_size)
+    for name, shape in wanted.items():
+        misfit = shape[-1] % spec.group_size
+        size = fallback_group_size if misfit and fallback_group_size else spec.group_size
+        bits = embedding_bits if name == EMBEDDING and embedding_bits else spec.bits
+        specs[name] = dataclasses.replace(spec, group_size=size, bits=bits)
+    if any(shape[-1] % specs[name].group_size for name, shape in wanted.items()):
+        require_fit(config, fallback_group_size or spec.group_size, embedding=bool(embedding_bits))
     return specs

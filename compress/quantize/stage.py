@@ -7,12 +7,12 @@ from typing import Any
 
 from compress.data.batch import Batch
 from compress.data.batches import Batches
-from compress.data.rows import Rows
-from compress.errors import RecipeError
+from compress.data.rows import Rows, keep_quarantine
 from compress.models.decoder import linears
-from compress.models.folder import Model, load, save, to_host
+from compress.models.folder import Model, architecture, load, save, to_host
 from compress.quantize import QUANTIZERS
 from compress.quantize.calibrate import quantize_model
+from compress.quantize.preflight import check_settings
 from compress.quantize.settings import Quantize
 from compress.settings import Common
 from export.atomic import atomic_folder
@@ -29,13 +29,12 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
       DataError, ArtifactError: data or a model that will not do.
     """
     assert common.out is not None and settings.model is not None
-    if QUANTIZERS[settings.method].calibrated and not settings.calibration:
-        raise RecipeError(
-            f"--calibration is missing: {settings.method} needs text to calibrate on; or use --method rtn"
-        )
+    check_settings(settings, architecture(settings.model))
+    rows = calibration_rows(settings, common)
     with atomic_folder(common.out, common.force) as folder:
         parent = load(settings.model).merged().dequantized()
-        result = quantize(parent, settings, common)
+        result = quantize(parent, rows, settings, common)
+        skipped = keep_quarantine(folder, *rows)
         (folder / LAYERS).write_text(json.dumps(result.layers) + "\n")
         facts = {"stage": "quantize", "method": settings.method, "model": settings.model}
         save(result.model, folder, facts)
@@ -48,6 +47,8 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
         "symmetric": settings.symmetric,
         "tensors": {"quantized": len(packed), "of": len(linears(parent.config))},
         "bytes": sum(value.nbytes for value in packed),
+        **({"rows": rows[0].quarantine.counts()} if rows else {}),
+        **skipped,
     }
 
 
@@ -59,10 +60,10 @@ class Result:
     layers: list[dict[str, Any]]
 
 
-def quantize(parent: Model, settings: Quantize, common: Common) -> Result:
+def quantize(parent: Model, rows: list[Rows], settings: Quantize, common: Common) -> Result:
     """A float model's linears, and its embedding if asked, as groups of few bits."""
     spec = QuantSpec(bits=settings.bits, group_size=settings.group_size, symmetric=settings.symmetric)
-    batches = calibration_batches(parent, settings, common) if settings.calibration else []
+    batches = [batch for text in rows for batch in calibration_batches(parent, text, settings, common.seed)]
     method = QUANTIZERS[settings.method]
     found = quantize_model(
         parent.config,
@@ -78,12 +79,18 @@ def quantize(parent: Model, settings: Quantize, common: Common) -> Result:
     return Result(dataclasses.replace(parent, weights=to_host(found.weights)), found.layers)
 
 
-def calibration_batches(parent: Model, settings: Quantize, common: Common) -> list[Batch]:
+def calibration_rows(settings: Quantize, common: Common) -> list[Rows]:
+    """The calibration text, if there is any."""
+    if not settings.calibration:
+        return []
+    return [Rows(settings.calibration, columns=common.data.columns, bad_rows=common.data.bad_rows)]
+
+
+def calibration_batches(parent: Model, rows: Rows, settings: Quantize, seed: int) -> list[Batch]:
     """The first `calibration_tokens` tokens of the calibration text, packed."""
-    rows = Rows(settings.calibration, columns=common.data.columns, bad_rows=common.data.bad_rows)
     size = max(1, min(4, settings.calibration_tokens // settings.sequence_length))
     batches = Batches(
-        rows, parent.tokenizer, size=size, length=settings.sequence_length, seed=common.seed, epochs=1, shuffle=False
+        rows, parent.tokenizer, size=size, length=settings.sequence_length, seed=seed, epochs=1, shuffle=False
     )
     wanted = max(1, settings.calibration_tokens // (size * settings.sequence_length))
     return list(itertools.islice(batches, wanted))

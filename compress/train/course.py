@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import Mesh
@@ -17,6 +17,7 @@ from compress.train.mesh import make_mesh
 VALIDATION_BATCHES = 16
 
 
+@runtime_checkable
 class Course(Protocol):
     """The settings that training stages share."""
 

@@ -1,0 +1,43 @@
+"""What can be known to fail before a run's first stage starts, so that no hour of training is lost to it."""
+
+from pathlib import Path
+from typing import Any
+
+from compress import gate
+from compress.data.rows import Rows
+from compress.distill.student import student_architecture
+from compress.models.config import DecoderConfig
+from compress.models.folder import architecture
+from compress.quantize.preflight import check_settings, require_fit
+from compress.settings import Data
+
+
+def preflight(stages: dict[str, Any], data: Data, policy: Path | None) -> None:
+    """Check the settings of a run's stages, in order, against the files that they name and against each other.
+
+    Raises:
+      RecipeError: groups that do not divide a layer's inputs, a method without its calibration data, no such student.
+      DataError: a data file that is not there, or is none.
+      ArtifactError: a model that cannot be read.
+      EvidenceError: the policy is none.
+    """
+    gate.read_policy(policy)
+    for settings in stages.values():
+        for key in ("data", "valid", "calibration"):
+            if getattr(settings, key, ()):
+                Rows(getattr(settings, key), columns=data.columns, bad_rows=data.bad_rows)
+    config = _first_model(stages)
+    if config is None:
+        return
+    if "distill" in stages and "align" in stages:
+        require_fit(config, stages["align"].group_size)
+    if "quantize" in stages:
+        check_settings(stages["quantize"], config)
+
+
+def _first_model(stages: dict[str, Any]) -> DecoderConfig | None:
+    """The architecture that the first stage makes or reads; no later one changes it."""
+    if "distill" in stages:
+        return student_architecture(stages["distill"].student, architecture(stages["distill"].teacher))
+    first = next(iter(stages.values()))
+    return architecture(first.model) if getattr(first, "model", None) else None
