@@ -18,7 +18,7 @@ def require_fit(config: DecoderConfig, group_size: int, *, embedding: bool = Fal
     Raises:
       RecipeError: naming the layers whose are not, and the largest size that fits all.
     """
-    wanted = linears(config) | ({EMBEDDING: shapes(config)[EMBEDDING]} if embedding else {})
+    wanted = ({EMBEDDING: shapes(config)[EMBEDDING]} if embedding else {}) | linears(config)
     bad = misfits(wanted, group_size)
     if bad:
         fits = next((size for size in SIZES if size < group_size and not misfits(wanted, size)), None)
@@ -49,7 +49,7 @@ def spec_of_layers(
     Raises:
       RecipeError: as `require_fit`, of the layers that neither size divides.
     """
-    wanted = linears(config) | ({EMBEDDING: shapes(config)[EMBEDDING]} if embedding_bits else {})
+    wanted = ({EMBEDDING: shapes(config)[EMBEDDING]} if embedding_bits else {}) | linears(config)
     specs = {}
     for name, shape in wanted.items():
         misfit = shape[-1] % spec.group_size
