@@ -118,7 +118,8 @@ def joined(prompt: Example, answer: Example) -> Example:
 
 
 def numpy_log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = np.asarray(logits, np.float64) - np.max(logits, axis=-1, keepdims=True)
+    logits = np.asarray(logits, np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 

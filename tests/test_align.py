@@ -1,0 +1,391 @@
+"""Preference and completion losses against NumPy, and the align stage on tiny folders, end to end."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers, trainers
+
+from compress.align.loss import (
+    both,
+    policy_divergence,
+    preference_loss,
+    sequence_log_probability,
+    sft_loss,
+    token_nll,
+)
+from compress.align.preference import PREFERENCE_LOSSES
+from compress.align.settings import Align
+from compress.align.stage import Reference, quantized_base, run
+from compress.data.batches import PairBatches
+from compress.data.rows import Rows
+from compress.errors import DataError, RecipeError
+from compress.models import decoder, read_config
+from compress.models.folder import Model, load, save
+from compress.models.lora import with_adapters
+from compress.progress import Progress
+from compress.quantize import QUANTIZERS
+from compress.settings import Common
+from export.quantized import QuantizedTensor, QuantSpec
+from tests import tiny_training as tiny
+from tests.goldens.make_models import draw
+
+SCALE, BETA = 2.0, 0.3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    with tiny.unoptimized():
+        yield
+
+
+# name -> definition on a pair's log-ratios of policy to reference
+DEFINITIONS = {"dpo": lambda chosen, rejected, beta: math.log1p(math.exp(-beta * (chosen - rejected)))}
+ratio = st.floats(-50, 50, width=32)
+
+
+@pytest.mark.parametrize("method", PREFERENCE_LOSSES)
+@settings(max_examples=60, deadline=None)
+@given(chosen=ratio, rejected=ratio, beta=st.floats(0.01, 2))
+def test_a_preference_loss_is_its_definition(method, chosen, rejected, beta):
+    value = PREFERENCE_LOSSES[method](jnp.float32(chosen), jnp.float32(rejected), beta=beta)
+    assert float(value) == pytest.approx(DEFINITIONS[method](chosen, rejected, beta), rel=1e-4, abs=1e-6)
+
+
+def test_dpo_of_a_hopeless_pair_is_large_and_finite():
+    value, slope = jax.value_and_grad(PREFERENCE_LOSSES["dpo"])(jnp.float32(-2000), jnp.float32(2000), beta=0.5)
+    assert (float(value), float(slope)) == (2000.0, -0.5)
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """A base with its fresh and its random adapters, pairs with the reference's log-probabilities, compiled losses."""
+    base, fresh = tiny.base_and_adapters()
+    _, adapters = tiny.base_and_adapters(1)
+    reference = jax.jit(lambda batch: sequence_log_probability(tiny.STUDENT, base, batch))
+    (pairs,) = Reference(reference).fill([tiny.pairs(0)])
+    return base, fresh, adapters, pairs
+
+
+@pytest.fixture(scope="module")
+def dpo():
+    return jax.jit(preference_loss(tiny.STUDENT, SCALE, beta=BETA, dropout=0.4))
+
+
+@pytest.fixture(scope="module")
+def sft():
+    return jax.jit(sft_loss(tiny.STUDENT, SCALE, dropout=0.4))
+
+
+def test_targets_alone_have_a_log_probability(parts):
+    base, batch = parts[0], tiny.batch(3)
+    nll = jax.jit(lambda batch: token_nll(tiny.STUDENT, base, batch))(batch)
+    assert nll.shape == (8, tiny.LENGTH - 1)
+    np.testing.assert_array_equal(np.asarray(nll)[batch.mask[:, 1:] == 0], 0)
+    np.testing.assert_allclose(-nll.sum(1), tiny.dense_log_probability(tiny.STUDENT, base, batch), rtol=1e-4)
+
+
+def test_at_initialisation_dpo_is_log_two_with_no_margin(parts, dpo):
+    base, fresh, _, pairs = parts
+    for keys in (None, jax.random.split(jax.random.key(0), 8)):
+        total, count, metrics = dpo(fresh, base, pairs, keys)
+        assert count == 8
+        assert float(total / count) == pytest.approx(math.log(2), rel=1e-6)
+        assert float(metrics["margin"][0]) == pytest.approx(0, abs=1e-4)
+
+
+def test_the_reference_is_the_model_with_its_adapters_off(parts):
+    base, fresh, _, pairs = parts
+    policy = with_adapters(base, fresh, SCALE)
+    run = jax.jit(lambda stacked, batch: sequence_log_probability(tiny.STUDENT, stacked, batch))
+    for batch in (pairs.chosen, pairs.rejected):
+        np.testing.assert_array_equal(run(policy, batch), run(base, batch))
+    np.testing.assert_allclose(run(base, pairs.chosen), pairs.reference_chosen, rtol=1e-5)
+    np.testing.assert_allclose(run(base, pairs.rejected), pairs.reference_rejected, rtol=1e-5)
+
+
+def test_dpo_of_a_model_is_its_definition(parts, dpo):
+    base, _, adapters, pairs = parts
+    policy = with_adapters(base, adapters, SCALE)
+    ratios = [
+        tiny.dense_log_probability(tiny.STUDENT, policy, batch) - tiny.dense_log_probability(tiny.STUDENT, base, batch)
+        for batch in (pairs.chosen, pairs.rejected)
+    ]
+    total, count, metrics = dpo(adapters, base, pairs, None)
+    wanted = [DEFINITIONS["dpo"](chosen, rejected, BETA) for chosen, rejected in zip(*ratios)]
+    margins = BETA * (ratios[0] - ratios[1])
+    assert np.abs(margins).max() > 0.1
+    sums = {
+        "margin": margins.sum(),
+        "accuracy": (margins > 0).sum(),
+        "reward_chosen": BETA * ratios[0].sum(),
+        "reward_rejected": BETA * ratios[1].sum(),
+    }
+    assert float(total) == pytest.approx(sum(wanted), rel=1e-4)
+    assert {name: float(value) for name, (value, _) in metrics.items()} == pytest.approx(sums, rel=1e-3, abs=1e-3)
+    assert {float(weight) for _, weight in metrics.values()} == {float(count)} == {8.0}
+
+
+def rows_of(tree, rows, total=8):
+    """Some rows of a batch, then padding."""
+
+    def fill(leaf):
+        empty = np.zeros((total - len(rows), *leaf.shape[1:]), leaf.dtype)
+        return np.concatenate([np.asarray(leaf)[rows], empty])
+
+    return jax.tree.map(fill, tree)
+
+
+def test_rows_that_fill_up_a_batch_count_nothing(parts, dpo, sft):
+    base, _, adapters, pairs = parts
+    keys = jax.random.split(jax.random.key(0), 8)
+    for loss, batch in ((dpo, pairs), (sft, pairs.chosen)):
+        total, count, metrics = loss(adapters, base, batch, keys)
+        halves = [
+            loss(adapters, base, rows_of(batch, rows), k)
+            for rows, k in (([0, 1, 2], keys), ([3, 4, 5, 6, 7], jnp.roll(keys, -3)))
+        ]
+        assert sum(float(half[1]) for half in halves) == float(count)
+        assert sum(float(half[0]) for half in halves) == pytest.approx(float(total), rel=1e-5)
+        for name, (value, _) in metrics.items():
+            assert sum(float(half[2][name][0]) for half in halves) == pytest.approx(float(value), rel=1e-4, abs=1e-4)
+        nothing = loss(adapters, base, rows_of(batch, []), keys)
+        assert (float(nothing[0]), float(nothing[1])) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["dpo", "sft"])
+def test_dropout_depends_on_the_rows_keys_and_not_on_their_batch(name, parts, dpo, sft):
+    base, _, adapters, pairs = parts
+    loss, batch = (dpo, pairs) if name == "dpo" else (sft, pairs.chosen)
+    keys = jax.random.split(jax.random.key(5), 8)
+    whole = float(loss(adapters, base, batch, keys)[0])
+    order = np.array([2, 5, 0, 7, 1, 3, 6, 4])
+    moved = float(loss(adapters, base, jax.tree.map(lambda leaf: leaf[order], batch), keys[order])[0])
+    assert moved == pytest.approx(whole, rel=1e-5)
+    assert float(loss(adapters, base, batch, keys[order])[0]) != pytest.approx(whole, rel=1e-4)
+    assert float(loss(adapters, base, batch, None)[0]) != pytest.approx(whole, rel=1e-4)
+
+
+def test_sft_is_the_cross_entropy_of_the_completions(parts, sft):
+    base, _, adapters, pairs = parts
+    total, count, metrics = sft(adapters, base, pairs.chosen, None)
+    policy = with_adapters(base, adapters, SCALE)
+    assert float(total) == pytest.approx(
+        -tiny.dense_log_probability(tiny.STUDENT, policy, pairs.chosen).sum(), rel=1e-4
+    )
+    assert float(count) == pairs.chosen.mask[:, 1:].sum()
+    assert list(map(float, metrics["cross_entropy"])) == [float(total), float(count)]
+
+
+def test_the_policy_s_divergence_is_the_mean_of_whole_distributions(parts):
+    base, fresh, adapters, pairs = parts
+    batch = both(pairs)
+    run = jax.jit(lambda a, b: policy_divergence(tiny.STUDENT, with_adapters(base, a, SCALE), base, b, chunk=16))
+    assert float(run(fresh, batch)[0]) == pytest.approx(0, abs=1e-4)
+    total, count = run(adapters, batch)
+    policy = with_adapters(base, adapters, SCALE)
+    ours, theirs = (tiny.numpy_log_softmax(tiny.logits_of(tiny.STUDENT, m, batch))[:, :-1] for m in (policy, base))
+    kl = (np.exp(ours) * (ours - theirs)).sum(-1)
+    mask = np.asarray(batch.mask)[:, 1:]
+    assert float(count) == mask.sum()
+    assert float(total) == pytest.approx((kl * mask).sum(), rel=1e-3)
+    assert float(total / count) > 0.01
+
+
+class Counting:
+    """Log-probabilities that tell what they were asked for."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, batch):
+        self.calls += 1
+        return -(batch.tokens * batch.mask).sum(1)
+
+
+def test_the_reference_is_computed_once_a_pair():
+    ask = Counting()
+    reference = Reference(ask)
+    one, two = tiny.pairs(0), tiny.pairs(1)
+    mixed = jax.tree.map(lambda a, b: np.concatenate([a[:4], b[4:]]), two, one)
+    filled = list(reference.fill([one, two, mixed, one]))
+    assert ask.calls == 4  # both sides of two batches
+    for pairs in filled:
+        np.testing.assert_array_equal(pairs.reference_chosen, -(pairs.chosen.tokens * pairs.chosen.mask).sum(1))
+        np.testing.assert_array_equal(pairs.reference_rejected, -(pairs.rejected.tokens * pairs.rejected.mask).sum(1))
+    assert filled[0].chosen is one.chosen
+
+
+def test_pairs_that_differ_in_their_targets_alone_are_two_pairs():
+    ask = Counting()
+    pairs = tiny.pairs(0)
+    fewer = dataclasses.replace(pairs.rejected, mask=np.where(np.arange(tiny.LENGTH) > 6, 0, pairs.rejected.mask))
+    assert (fewer.mask != pairs.rejected.mask).any()
+    list(Reference(ask).fill([pairs, dataclasses.replace(pairs, rejected=fewer)]))
+    assert ask.calls == 4
+
+
+# The stage.
+
+COLOURS, ANIMALS = ["red", "green", "blue", "white", "black", "grey", "brown", "pink"], ["cat", "dog", "cow", "fox"]
+PLAN = {"steps": 12, "learning_rate": 0.02, "warmup": 0, "sequence_length": 12, "valid_every": 6}
+ADAPTERS = {"rank": 4, "alpha": 8.0, "group_size": 32}
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    """A tokenizer of words."""
+    backend = tokenizers.Tokenizer(models.WordLevel(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.WordLevelTrainer(special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    backend.train_from_iterator([" ".join([*COLOURS, *ANIMALS, "yes", "no", "is", "it", "a"])], trainer)
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    return {"tokenizer.json": backend.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, files):
+    """A float model's folder and the same one quantized."""
+    root = tmp_path_factory.mktemp("models")
+    hf = tiny.STUDENT_HF | {"vocab_size": 24}
+    config = read_config(hf)
+    model = Model(hf, config, draw(decoder.shapes(config), 3), files)
+    save(model, root / "float")
+    save(quantized_base(load(root / "float"), Align(data=(), **ADAPTERS)), root / "quantized")
+    return root
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Pairs whose answer to 'is it …' is always yes, and the same as completions; others are held out."""
+    root = tmp_path_factory.mktemp("data")
+    prompts = [f"is it a {colour} {animal}" for colour in COLOURS for animal in ANIMALS]
+    for part, chosen in {"train": prompts[:24], "valid": prompts[24:]}.items():
+        rows = [{"prompt": prompt, "chosen": "yes", "rejected": "no", "completion": "yes"} for prompt in chosen]
+        (root / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def align(model, data, out, method, **options) -> tuple[dict, dict]:
+    """Run the stage; its facts and its trace."""
+    settings = Align(
+        data=(data / "train.jsonl",),
+        valid=(data / "valid.jsonl",),
+        model=str(model),
+        method=method,
+        **{**PLAN, **ADAPTERS, **options},
+    )
+    facts = run(settings, Common(out=out, progress=Progress(quiet=True)))
+    return facts, json.loads((out / "training.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def aligned(folders, data, tmp_path_factory):
+    """Both methods from both folders: on all eight devices from the float one, on one device from the quantized."""
+    root, done = tmp_path_factory.mktemp("aligned"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        for base in ("float", "quantized"):
+            if base == "quantized":
+                patch.setattr("compress.align.stage.mesh_of_devices", lambda: None)
+            for method in ("dpo", "sft"):
+                out = root / f"{base}-{method}"
+                done[base, method] = (out, *align(folders / base, data, out, method))
+    return done
+
+
+cases = pytest.mark.parametrize("case", [(b, m) for b in ("float", "quantized") for m in ("dpo", "sft")], ids="-".join)
+
+
+@cases
+def test_what_can_be_learnt_from_the_training_rows_is_learnt_of_others(aligned, case):
+    _, facts, trace = aligned[case]
+    before, after = facts["validation"]["before"], facts["validation"]["after"]
+    assert (before["step"], after["step"]) == (0, facts["best_step"])
+    assert after["loss"] < 0.5 * before["loss"]
+    assert before["kl_to_reference"] == pytest.approx(0, abs=1e-5)
+    assert after["kl_to_reference"] > 0.01
+    assert len(trace["steps"]) == facts["steps"] == PLAN["steps"]
+    assert [row["step"] for row in trace["validations"]] == [0, 6, 12]
+    if case[1] == "dpo":
+        assert before["loss"] == pytest.approx(math.log(2), rel=1e-5)
+        assert after["accuracy"] == 1.0
+        assert after["margin"] > 0
+
+
+@pytest.mark.parametrize("method", ["dpo", "sft"])
+def test_a_base_that_was_quantized_before_trains_as_one_quantized_by_the_stage(aligned, method):
+    one, other = (aligned[base, method][2]["steps"] for base in ("float", "quantized"))
+    for ours, theirs in zip(one, other, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-2, abs=2e-3)
+
+
+@cases
+def test_the_base_lies_packed_beside_peft_adapters(aligned, folders, case):
+    out, _, _ = aligned[case]
+    model = load(out)
+    assert all(isinstance(model.weights[name], QuantizedTensor) for name in decoder.linears(model.config))
+    jax.tree.map(np.testing.assert_array_equal, model.weights, load(folders / "quantized").weights)
+    adapters = json.loads((out / "adapter_config.json").read_text())
+    assert (adapters["peft_type"], adapters["r"], adapters["lora_alpha"]) == ("LORA", 4, 8.0)
+    assert model.adapters is not None
+    assert {name.rpartition(".")[0] + ".weight" for name in model.adapters.weights} == decoder.linears(
+        model.config
+    ).keys()
+    assert any(np.any(value) for name, value in model.adapters.weights.items() if name.endswith("lora_B"))
+
+
+@pytest.mark.parametrize("base", ["float", "quantized"])
+def test_scores_of_held_out_pairs_are_those_of_the_folder_written(aligned, data, base):
+    out, facts, _ = aligned[base, "dpo"]
+    scores = json.loads((out / "preference.json").read_text())
+    assert scores.pop("beta") == 0.1
+    model = load(out)
+    rows = Rows(data / "valid.jsonl", kinds=("preference",))
+    (pairs,) = PairBatches(rows, model.tokenizer, size=8, length=PLAN["sequence_length"], epochs=1, shuffle=False)
+    for name, one in {"": model.merged(), "reference_": dataclasses.replace(model, adapters=None)}.items():
+        stacked = decoder.stack(one.config, one.weights)
+        for side in ("chosen", "rejected"):
+            found = tiny.dense_log_probability(one.config, stacked, getattr(pairs, side))
+            np.testing.assert_allclose(scores[name + side], found, rtol=2e-3, atol=2e-3)
+    margins = np.subtract(scores["chosen"], scores["reference_chosen"]) - np.subtract(
+        scores["rejected"], scores["reference_rejected"]
+    )
+    assert 0.1 * margins.mean() == pytest.approx(facts["validation"]["after"]["margin"], rel=1e-3)
+
+
+def test_completions_have_no_preference_scores(aligned):
+    assert not (aligned["float", "sft"][0] / "preference.json").exists()
+
+
+@pytest.mark.parametrize("pack_embedding", [False, True])
+def test_an_aligned_model_is_a_base_again(aligned, pack_embedding):
+    """Its adapters are merged, which makes floats of its linears, and these are quantized anew."""
+    model = load(aligned["float", "sft"][0]).merged()
+    assert not model.is_quantized
+    if pack_embedding:
+        packed = QUANTIZERS["rtn"].quantize(model.weights[decoder.EMBEDDING], QuantSpec(8, 32))
+        model = dataclasses.replace(model, weights=model.weights | {decoder.EMBEDDING: packed})
+    base = quantized_base(model, Align(data=(), **ADAPTERS))
+    assert all(isinstance(base.weights[name], QuantizedTensor) for name in decoder.linears(model.config))
+    assert base.weights[decoder.EMBEDDING] is model.weights[decoder.EMBEDDING]
+
+
+def test_a_group_that_does_not_divide_is_refused_and_nothing_is_written(folders, data, tmp_path):
+    with pytest.raises(RecipeError, match=r"group_size = 48 does not divide .*model.layers.0.*--group-size 32"):
+        align(folders / "float", data, tmp_path / "out", "dpo", group_size=48)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_another_kind_are_refused_by_line_and_nothing_is_written(folders, data, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "is it a red cat", "completion": "yes"}\n')
+    (tmp_path / "valid.jsonl").write_bytes((data / "valid.jsonl").read_bytes())
+    with pytest.raises(DataError, match=r"train.jsonl:1: lacks column 'chosen' and 'rejected'"):
+        align(folders / "float", tmp_path, tmp_path / "out", "dpo")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,168 @@
+"""Adapters beside a weight do what their product inside it does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from compress.models import decoder
+from compress.models.linear import Dropout
+from compress.models.lora import init_adapters, is_adapter, merge_adapters, with_adapters
+from export.errors import ArtifactError
+from tests import tiny_training as tiny
+
+SCALE = 2.0
+BASES = {"dense": tiny.student_weights, "4-bit": tiny.packed_weights}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    with tiny.unoptimized():
+        yield
+
+
+def random_adapters(seed=0, targets=".*"):
+    rng = np.random.default_rng(seed)
+    drawn = init_adapters(tiny.STUDENT, jax.random.key(0), tiny.RANK, targets=targets)
+    return {name: rng.normal(0, 0.1, value.shape).astype(np.float32) for name, value in drawn.items()}
+
+
+def adapted(weights, adapters, **options):
+    parts = decoder.partition(decoder.stack(tiny.STUDENT, weights | adapters), is_adapter)
+    return with_adapters(parts[1], parts[0], SCALE, **options)
+
+
+@pytest.mark.parametrize("targets", [".*", r"[qv]_proj", r"layers\.1\."])
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+def test_merging_equals_running_with_adapters(base, targets):
+    adapters, batch = random_adapters(targets=targets), tiny.batch(0)
+    beside = tiny.logits_of(tiny.STUDENT, adapted(base(), adapters), batch)
+    inside = decoder.stack(tiny.STUDENT, merge_adapters(base(), adapters, SCALE))
+    np.testing.assert_allclose(beside, tiny.logits_of(tiny.STUDENT, inside, batch), rtol=1e-3, atol=2e-4)
+    without = tiny.logits_of(tiny.STUDENT, decoder.stack(tiny.STUDENT, base()), batch)
+    assert np.abs(beside - without).max() > 0.1
+
+
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+def test_a_merged_weight_is_w_plus_scale_b_a(base):
+    adapters = random_adapters(targets="q_proj")
+    merged = merge_adapters(base(), adapters, SCALE)
+    changed = {name for name in merged if merged[name] is not base()[name]}
+    assert changed == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)}
+    for name in changed:
+        linear, weight = name.removesuffix(".weight"), base()[name]
+        dense = weight if isinstance(weight, np.ndarray) else np.asarray(weight.dequantize())
+        delta = adapters[f"{linear}.lora_B"].astype(np.float64) @ adapters[f"{linear}.lora_A"]
+        np.testing.assert_allclose(merged[name], dense + SCALE * delta, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+def test_fresh_adapters_change_nothing(base):
+    adapters = init_adapters(tiny.STUDENT, jax.random.key(0), tiny.RANK)
+    keys = jax.random.split(jax.random.key(1), 8)
+    plain = tiny.logits_of(tiny.STUDENT, decoder.stack(tiny.STUDENT, base()), tiny.batch(0))
+    for options in ({}, {"rate": 0.5, "keys": keys}):
+        beside = tiny.logits_of(tiny.STUDENT, adapted(base(), adapters, **options), tiny.batch(0))
+        np.testing.assert_array_equal(beside, plain)
+
+
+def test_every_linear_takes_an_adapter_and_nothing_else_does():
+    adapters = init_adapters(tiny.STUDENT, jax.random.key(0), tiny.RANK)
+    assert all(map(is_adapter, adapters))
+    wanted = {
+        name.removesuffix("weight") + half for name in decoder.linears(tiny.STUDENT) for half in ("lora_A", "lora_B")
+    }
+    assert adapters.keys() == wanted
+    for name, (outputs, inputs) in decoder.linears(tiny.STUDENT).items():
+        a, b = (adapters[name.removesuffix("weight") + half] for half in ("lora_A", "lora_B"))
+        assert (a.shape, b.shape) == ((tiny.RANK, inputs), (outputs, tiny.RANK))
+        assert not b.any()
+        assert np.abs(a).max() <= inputs**-0.5
+        assert np.std(a) == pytest.approx(inputs**-0.5 / 3**0.5, rel=0.3)
+    firsts = {float(adapters[name][0, 0]) for name in adapters if name.endswith("lora_A")}
+    assert len(firsts) == len(wanted) // 2
+
+
+def test_targets_that_match_nothing_are_refused():
+    with pytest.raises(ArtifactError, match=r"'attention' match no linear layer"):
+        init_adapters(tiny.STUDENT, jax.random.key(0), tiny.RANK, targets="attention")
+
+
+def test_all_adapters_that_do_not_fit_are_named_at_once():
+    adapters = random_adapters(targets="proj")
+    q, k, v, o = (f"model.layers.0.self_attn.{name}_proj" for name in "qkvo")
+    adapters[f"{q}.lora_A"] = np.zeros((tiny.RANK, 31), np.float32)
+    del adapters[f"{k}.lora_B"]
+    adapters[f"{v}.lora_B"] = np.zeros((16, tiny.RANK + 1), np.float32)
+    adapters["model.layers.7.mlp.up_proj.lora_A"] = adapters["model.layers.7.mlp.up_proj.lora_B"] = np.zeros((4, 4))
+    with pytest.raises(ArtifactError) as error:
+        merge_adapters(tiny.student_weights(), adapters, SCALE)
+    for linear in (q, k, v, "model.layers.7.mlp.up_proj"):
+        assert linear in str(error.value)
+    assert o not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_merging_leaves_the_caller_s_weights_alone():
+    before = {name: value.copy() for name, value in tiny.student_weights().items()}
+    merge_adapters(tiny.student_weights(), random_adapters(), SCALE)
+    jax.tree.map(np.testing.assert_array_equal, tiny.student_weights(), before)
+
+
+def test_a_row_s_dropout_depends_on_its_key_alone():
+    batch, adapters = tiny.batch(0), random_adapters()
+    keys = jax.random.split(jax.random.key(1), 8)
+    order = np.array([3, 1, 7, 0, 2, 6, 5, 4])
+    forward = lambda keys, batch: tiny.logits_of(  # noqa: E731
+        tiny.STUDENT, adapted(tiny.student_weights(), adapters, rate=0.3, keys=keys), batch
+    )
+    out = forward(keys, batch)
+    moved = forward(keys[order], jax.tree.map(lambda leaf: leaf[order], batch))
+    np.testing.assert_allclose(moved, out[order], rtol=1e-5, atol=1e-5)
+    assert np.abs(forward(keys[order], batch) - out).max() > 0.01
+
+
+def test_layers_and_linears_drop_different_inputs():
+    keys = jax.random.split(jax.random.key(1), 8)
+    segment = adapted(tiny.student_weights(), random_adapters(), rate=0.3, keys=keys).layers[0]
+    drops = [leaf.keys for name, leaf in segment.items() if name.endswith("lora_dropout")]
+    seen = {tuple(key) for one in drops for key in jax.random.key_data(one).reshape(-1, 2).tolist()}
+    assert len(seen) == 7 * 2 * 8  # linears, layers, rows
+
+
+def test_dropout_keeps_the_mean_and_drops_at_its_rate():
+    dropped = Dropout(jax.random.split(jax.random.key(0), 4), 0.25)(jnp.ones((4, 50, 64)))
+    assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / 0.75)}
+    assert np.mean(dropped == 0) == pytest.approx(0.25, abs=0.02)
+
+
+def test_no_rate_or_no_keys_drops_nothing():
+    keys = jax.random.split(jax.random.key(1), 8)
+    plain = adapted(tiny.student_weights(), random_adapters())
+    for options in ({"rate": 0.5}, {"rate": 0.0, "keys": keys}):
+        found = adapted(tiny.student_weights(), random_adapters(), **options)
+        assert [layer.keys() for layer in found.layers] == [layer.keys() for layer in plain.layers]
+
+
+def test_layers_of_unlike_bases_take_their_own_adapters():
+    """A base whose layers are quantized differently is stacked in segments; adapters follow."""
+    mixed = tiny.packed_weights() | {n: w for n, w in tiny.student_weights().items() if ".layers.1." in n}
+    adapters = random_adapters()
+    beside = adapted(mixed, adapters)
+    assert len(beside.layers) == 2
+    inside = decoder.stack(tiny.STUDENT, merge_adapters(mixed, adapters, SCALE))
+    out = [tiny.logits_of(tiny.STUDENT, stacked, tiny.batch(0)) for stacked in (beside, inside)]
+    np.testing.assert_allclose(*out, rtol=1e-3, atol=2e-4)
+
+
+def test_adapters_in_bfloat16_run_in_the_activations_dtype():
+    half = decoder.stack(
+        tiny.STUDENT,
+        {name: jnp.asarray(value, jnp.bfloat16) for name, value in tiny.student_weights().items()} | random_adapters(),
+    )
+    adapters, base = decoder.partition(half, is_adapter)
+    policy = with_adapters(base, adapters, SCALE)
+    hidden = jax.eval_shape(
+        lambda stacked, tokens: decoder.hidden_states(tiny.STUDENT, stacked, tokens), policy, tiny.batch(0).tokens
+    )
+    assert hidden.dtype == jnp.bfloat16
