@@ -40,7 +40,7 @@ class Checkpoint:
     """
 
     config: dict[str, Any]
-    weights: Mapping[str, np.ndarray | jax.Array | QuantizedTensor]
+    weights: Mapping[str, Any]
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
 

@@ -31,7 +31,7 @@ from compress.models import decoder, read_config
 from compress.models.folder import Model, load, save
 from compress.models.lora import with_adapters
 from compress.progress import Progress
-from compress.quantize import QUANTIZERS
+from compress.quantize.quantizers import QUANTIZERS
 from compress.settings import Common
 from export.quantized import QuantizedTensor, QuantSpec
 from tests import tiny_training as tiny

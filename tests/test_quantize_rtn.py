@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.quantize import QUANTIZERS
 from compress.quantize.grid import choose_grid
+from compress.quantize.quantizers import QUANTIZERS
 from compress.quantize.rtn import rtn
 from export.errors import ArtifactError
 from export.quantized import QuantSpec

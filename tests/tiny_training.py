@@ -12,7 +12,7 @@ from compress.data.examples import Example
 from compress.data.pack import batch_of, pair_batch_of
 from compress.models import decoder, read_config
 from compress.models.lora import init_adapters, is_adapter
-from compress.quantize import QUANTIZERS
+from compress.quantize.quantizers import QUANTIZERS
 from export.quantized import QuantSpec
 from tests.goldens.make_models import draw
 

@@ -19,8 +19,8 @@ from compress.data.split import training_and_held_out
 from compress.models.decoder import Stacked, linears, partition, stack, unstack
 from compress.models.folder import Model, load, save, to_host
 from compress.models.lora import init_adapters, is_adapter, with_adapters
-from compress.quantize import QUANTIZERS
 from compress.quantize.preflight import require_fit
+from compress.quantize.quantizers import QUANTIZERS
 from compress.settings import Common
 from compress.train.course import fit_settings, held_out, mesh_of_devices, reporter, validator
 from compress.train.fit import fit, mean_of

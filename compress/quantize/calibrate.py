@@ -18,8 +18,8 @@ from compress.data.batch import Batch
 from compress.models.attention import visible
 from compress.models.config import DecoderConfig
 from compress.models.decoder import EMBEDDING, Stacked, embed, iterate_blocks, layer_data, linears, run_block
-from compress.quantize import QUANTIZERS
 from compress.quantize.preflight import spec_of_layers
+from compress.quantize.quantizers import QUANTIZERS
 from compress.quantize.rtn import rtn
 from eval.quantization_error import SquaredError
 from eval.report import ErrorRow

@@ -5,7 +5,7 @@ import dataclasses
 from compress.errors import RecipeError
 from compress.models.config import DecoderConfig
 from compress.models.decoder import EMBEDDING, linears, shapes
-from compress.quantize import QUANTIZERS
+from compress.quantize.quantizers import QUANTIZERS
 from compress.quantize.settings import Quantize
 from export.quantized import QuantSpec, misfits
 

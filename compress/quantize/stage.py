@@ -10,9 +10,9 @@ from compress.data.batches import Batches
 from compress.data.rows import Rows, keep_quarantine
 from compress.models.decoder import linears
 from compress.models.folder import Model, architecture, load, save, to_host
-from compress.quantize import QUANTIZERS
 from compress.quantize.calibrate import quantize_model
 from compress.quantize.preflight import check_settings
+from compress.quantize.quantizers import QUANTIZERS
 from compress.quantize.settings import Quantize
 from compress.settings import Common
 from export.atomic import atomic_folder
@@ -64,6 +64,9 @@ def quantize(parent: Model, rows: list[Rows], settings: Quantize, common: Common
     """A float model's linears, and its embedding if asked, as groups of few bits."""
     spec = QuantSpec(bits=settings.bits, group_size=settings.group_size, symmetric=settings.symmetric)
     batches = [batch for text in rows for batch in calibration_batches(parent, text, settings, common.seed)]
+    seen = sum(int((batch.segments > 0).sum()) for batch in batches)
+    if rows and seen < settings.calibration_tokens // 2:
+        common.progress.warn(f"the calibration text has {seen} tokens; {settings.calibration_tokens} were asked for")
     method = QUANTIZERS[settings.method]
     found = quantize_model(
         parent.config,
