@@ -17,9 +17,9 @@ from jaxtyping import Array, Float
 from compress.data.batch import Batch
 from compress.models.attention import visible
 from compress.models.config import DecoderConfig
-from compress.models.decoder import EMBEDDING, Stacked, embed, iterate_blocks, layer_data, linears, run_block
+from compress.models.decoder import EMBEDDING, Stacked, embed, iterate_blocks, layer_data, run_block
 from compress.quantize.preflight import spec_of_layers
-from compress.quantize.quantizers import QUANTIZERS
+from compress.quantize.quantizers import QUANTIZERS, Quantizer
 from compress.quantize.rtn import rtn
 from eval.quantization_error import SquaredError
 from eval.report import ErrorRow
@@ -99,59 +99,67 @@ def quantize_model(
       ArtifactError: a tensor that cannot be quantized; it is named.
     """
     specs = spec_of_layers(config, spec, fallback_group_size, embedding_bits)
-    quantizer = QUANTIZERS[method]
     quantized: Weights = dict(weights)
     stem = Stacked({EMBEDDING: jnp.asarray(weights[EMBEDDING])}, [])
     states = [embed(config, stem, jnp.asarray(batch.tokens), jnp.float32) for batch in batches]
-    tokens = sum(int((np.asarray(batch.segments) > 0).sum()) for batch in batches)
     frequencies, windows = layer_data(config)
     layers: list[dict[str, Any]] = []
     for index, layer in iterate_blocks(config, weights):
         prefix = f"model.layers.{index}."
         layer = {name: jnp.asarray(value, jnp.float32) for name, value in layer.items()}
         data = (jnp.asarray(frequencies[index]), jnp.asarray(windows[index]))
-        grams: dict[str, Any] = {}
-        targets = []
-        for x, batch in zip(states, batches, strict=True):
-            y, found = capture(config, layer, x, data, batch)
-            targets.append(y)
-            grams = found if not grams else jax.tree.map(jnp.add, grams, found)
-        if not grams:
-            names = [
-                name.removeprefix(prefix).removesuffix(".weight") for name in linears(config) if name.startswith(prefix)
-            ]
-            grams = dict.fromkeys(names)
-        for joined, gram in grams.items():
-            names = [f"{name}.weight" for name in joined.split(JOIN)]
-            w = jnp.concatenate([layer[name] for name in names])
-            hessian = None if gram is None else gram / max(tokens, 1)
-            try:
-                whole = quantizer.quantize(w, specs[prefix + names[0]], hessian=hessian, **(settings or {}))
-            except ArtifactError as error:
-                raise ArtifactError(f"{prefix}{joined}: {error}") from error
-            for name, part in zip(names, split(whole, [layer[name].shape[0] for name in names]), strict=True):
-                layer[name] = part
-                quantized[prefix + name] = jax.tree.map(np.asarray, part)
-        sums, worst = np.zeros(2), 0.0
-        for at, (x, y, batch) in enumerate(zip(states, targets, batches, strict=True)):
-            states[at], (squared, signal, largest) = output_error(config, layer, x, y, data, batch)
-            sums += (float(squared), float(signal))
-            worst = max(worst, float(largest))
+        targets, grams = capture_all(config, layer, states, data, batches)
+        own = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
+        packed = quantize_layer(layer, grams, own, QUANTIZERS[method], prefix=prefix, **(settings or {}))
+        quantized |= {prefix + name: jax.tree.map(np.asarray, value) for name, value in packed.items()}
         if batches:
-            count = tokens * config.hidden_size
-            layers.append(layer_row(f"layer {index}", *sums.tolist(), count=count, worst=worst))
+            states, error = run_quantized(config, layer | packed, states, targets, data, batches)
+            layers.append(dataclasses.asdict(ErrorRow.of(dataclasses.replace(error, name=f"layer {index}"))))
         if progress is not None:
             progress("quantize", index + 1, config.num_hidden_layers)
     if embedding_bits is not None:
-        packed = rtn(jnp.asarray(weights[EMBEDDING], jnp.float32), specs[EMBEDDING])
-        quantized[EMBEDDING] = jax.tree.map(np.asarray, packed)
+        packed_embedding = rtn(jnp.asarray(weights[EMBEDDING], jnp.float32), specs[EMBEDDING])
+        quantized[EMBEDDING] = jax.tree.map(np.asarray, packed_embedding)
     return Calibrated(quantized, layers)
 
 
-def layer_row(name: str, error: float, signal: float, *, count: int, worst: float) -> dict[str, Any]:
-    """A layer's output error as the report lists it."""
-    whole = SquaredError(name, error, signal, count, worst)
-    return dataclasses.asdict(ErrorRow.of(whole))
+def capture_all(config, layer: dict, states: list[Array], data, batches: Sequence[Batch]) -> tuple[list[Array], dict]:
+    """The layer's outputs, and the mean x x^T over all real tokens of each distinct input of its linears."""
+    targets, sums = [], None
+    for x, batch in zip(states, batches, strict=True):
+        y, found = capture(config, layer, x, data, batch)
+        targets.append(y)
+        sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
+    tokens = sum(int((np.asarray(batch.segments) > 0).sum()) for batch in batches)
+    return targets, jax.tree.map(lambda gram: gram / max(tokens, 1), sums or {})
+
+
+def quantize_layer(
+    layer: dict, grams: dict[str, Array], specs: dict[str, QuantSpec], quantizer: Quantizer, *, prefix: str, **settings
+) -> dict[str, QuantizedTensor]:
+    """The layer's linears, those that share an input as one; without calibration data each by itself."""
+    hessians: dict[str, Any] = grams or dict.fromkeys(name.removesuffix(".weight") for name in specs)
+    packed: dict[str, QuantizedTensor] = {}
+    for joined, hessian in hessians.items():
+        names = [f"{name}.weight" for name in joined.split(JOIN)]
+        w = jnp.concatenate([layer[name] for name in names])
+        try:
+            whole = quantizer.quantize(w, specs[names[0]], hessian=hessian, **settings)
+        except ArtifactError as error:
+            raise ArtifactError(f"{prefix}{joined}: {error}") from error
+        packed |= zip(names, split(whole, [layer[name].shape[0] for name in names]), strict=True)
+    return packed
+
+
+def run_quantized(config, layer: dict, states: list[Array], targets: list[Array], data, batches: Sequence[Batch]):
+    """The quantized layer's outputs, and their summed error against the unquantized layer's on the same inputs."""
+    outputs, total = [], SquaredError("layer", 0.0, 0.0, 0, 0.0)
+    for x, y, batch in zip(states, targets, batches, strict=True):
+        actual, (squared, signal, largest) = output_error(config, layer, x, y, data, batch)
+        count = int((np.asarray(batch.segments) > 0).sum()) * config.hidden_size
+        total += SquaredError("layer", float(squared), float(signal), count, float(largest))
+        outputs.append(actual)
+    return outputs, total
 
 
 def split(tensor: QuantizedTensor, sizes: list[int]) -> list[QuantizedTensor]:
