@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from compress.errors import RecipeError
 from compress.models.decoder import EMBEDDING, hidden_states, logits, stack
 from compress.models.folder import Model, load
 from compress.settings import Common, Export, Verify
@@ -23,9 +24,11 @@ from export.quantized import QuantizedTensor
 CARD = "README.md"
 PROBE_TOKENS = 32
 PROBE_LOGITS = 64
-# Largest difference of a logit, by format, that rounding explains: what is stored exactly differs only by the order
-# of float32 sums; GGUF rounds floats to float16 and an asymmetric group's minimum too.
-EXACT, ROUNDED = 1e-3, 5e-2
+# Largest difference of a logit that rounding explains, as a share of the logits' standard deviation (of 1 at least):
+# what is stored exactly differs only by the order of float32 sums; floats are rounded to bfloat16 or float16, and in
+# GGUF an asymmetric group's minimum too; Q8_0 rounds every matrix to 8 bits. A wrong model differs by more than 1.
+EXACT, ROUNDED, COARSE = 1e-3, 0.1, 0.5
+FOUR_BITS = ("Q4_0", "Q4_1")
 
 
 def export(settings: Export, common: Common) -> dict[str, Any]:
@@ -56,17 +59,16 @@ def write_artifact(model: Model, name: str, folder: Path, settings: Export, sour
     if model.adapters is not None and name != "safetensors":
         raise ArtifactError(f"{source} has adapters; quantize it first, or export --format safetensors to merge them")
     model = model.merged()
-    folder.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {}
-    if name == "gguf" and settings.gguf_type != "auto":
-        options["float_type"] = settings.gguf_type
-        if settings.gguf_type in ("F16", "Q8_0") and model.is_quantized:
-            model = model.dequantized()
+    if name == "gguf" and settings.gguf_type in FOUR_BITS:
+        require_four_bits(model, settings.gguf_type, source)
+    elif name == "gguf" and settings.gguf_type != "auto":
+        model, options = model.dequantized(), {"float_type": settings.gguf_type}
+    folder.mkdir(parents=True, exist_ok=True)
     FORMATS[name].write(model.checkpoint, folder, **options)
     expected = probe(model)
     difference = compare(load(folder), expected)
-    rounds = name == "gguf" and settings.gguf_type not in ("auto", "F16") and not model.is_quantized
-    bound = np.inf if rounds else tolerance(name, model)
+    bound = tolerance(name, model, expected, coarse=options.get("float_type") == "Q8_0")
     if not difference <= bound:
         raise ArtifactError(f"{name}: reloaded logits differ by {difference:.3g} from {source}, more than {bound:.3g}")
     size = artifact_bytes(folder)
@@ -93,10 +95,26 @@ def write_card(folder: Path, facts: dict[str, Any], said: dict[str, Any] | None 
     write_manifest(folder, facts)
 
 
-def tolerance(name: str, model: Model) -> float:
-    """How far logits of a reloaded format may be off."""
+def require_four_bits(model: Model, gguf_type: str, source: str) -> None:
+    """Refuse a 4-bit GGUF type that the model's weights are not in: choosing their codes is the quantizer's work.
+
+    Raises:
+      RecipeError: the model is not in 4 bits, or has zero points where the type has none, or the other way round.
+    """
+    specs = {value.spec for value in model.weights.values() if isinstance(value, QuantizedTensor)}
+    found = {spec.symmetric for spec in specs if spec.bits == 4}
+    if found != {gguf_type == "Q4_0"}:
+        flag = "--symmetric" if gguf_type == "Q4_0" else "--asymmetric"
+        raise RecipeError(
+            f"gguf_type = {gguf_type}: the weights of {source} are not in it; compress quantize --bits 4 {flag} first"
+        )
+
+
+def tolerance(name: str, model: Model, expected: dict[str, Any], *, coarse: bool = False) -> float:
+    """How far logits of a reloaded format may be off; `expected` is their probe, which tells how large they are."""
     packed = name == "compressed-tensors" and not isinstance(model.weights[EMBEDDING], QuantizedTensor)
-    return EXACT if packed else ROUNDED
+    share = COARSE if coarse else EXACT if packed else ROUNDED
+    return share * max(1.0, float(np.std(expected["logits"])))
 
 
 def probe(model: Model) -> dict[str, Any]:
@@ -165,10 +183,10 @@ def verify_folder(folder: Path, reference: str | None) -> dict[str, Any]:
     if expected is None:
         return {"files": "unchanged", "logits": "no record to compare with; give --reference"}
     name, model = kind(folder), load(folder)
-    difference, bound = compare(model, expected), tolerance(name, model)
+    difference, bound = compare(model, expected), tolerance(name, model, expected)
     recorded = facts.get("logit_difference") if isinstance(facts, dict) else None
     if isinstance(recorded, float) and not reference:
-        bound = max(bound, 2 * recorded)
+        bound = max(bound, min(2 * recorded, tolerance(name, model, expected, coarse=True)))
     if not difference <= bound:
         raise ArtifactError(f"{folder}: logits differ by {difference:.3g} from their source, more than {bound:.3g}")
     return {"format": name, "files": "unchanged", "logit_difference": difference}
@@ -180,6 +198,8 @@ def check_of(folder: Path) -> Check:
         found = verify_folder(folder, None)
     except ArtifactError as error:
         return Check(folder.name, False, str(error))
+    if "logit_difference" not in found:
+        return Check(folder.name, None, found["logits"])
     return Check(folder.name, True, f"reloaded logits differ by at most {found['logit_difference']:.3g}")
 
 

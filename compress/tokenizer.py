@@ -42,6 +42,7 @@ class Tokenizer:
         backend.no_truncation()
         self._vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._vocabulary.values(), default=-1) + 1
+        self.base_size = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         self._names = _special_names(config)
         self.bos_id = self._special_id("bos", generation)
         self.eos_id = self._special_id("eos", generation)

@@ -353,6 +353,17 @@ def test_a_report_with_a_number_that_is_none(number, tmp_path, fails):
     fails("gate report.json", 4, "report.json")
 
 
+@pytest.mark.parametrize(("kind", "flag"), [("Q4_0", "--symmetric"), ("Q4_1", "--asymmetric")])
+def test_a_gguf_type_that_the_weights_are_not_in(kind, flag, fails):
+    fails(f"export --model good --format gguf --gguf-type {kind} --out out", 2, kind, f"--bits 4 {flag} first")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows(tmp_path, fails):
+    write_model(tmp_path / "narrow", SMALL | {"vocab_size": 128})
+    fails("generate --model narrow --prompt union", 4, "tokens and the embedding 128 rows")
+    fails("eval --model narrow --data text.jsonl --out r.json", 4, "tokens and the embedding 128 rows")
+
+
 def test_an_artifact_that_is_none(fails):
     fails("verify good", 4, "no manifest.json; only what compress exported can be verified")
     fails("verify text.jsonl", 4, "not a folder")

@@ -298,6 +298,21 @@ def test_every_command_prints_json_that_any_reader_takes(world, capsys):
         assert shown
 
 
+@pytest.mark.parametrize("kind", ["auto", "F16", "Q8_0", "Q4_0"])
+def test_every_gguf_type_is_verified_when_it_is_written_and_later(kind, world):
+    assert cli.main(f"export --model run/quantize --format gguf --gguf-type {kind} --out gguf".split()) == 0
+    assert cli.main(["verify", "gguf"]) == 0
+
+
+def test_floats_may_round_as_far_as_their_logits_are_large(world, capsys):
+    for name in ("safetensors", "orbax", "gguf"):
+        assert cli.main(f"export --model teacher --format {name} --out {name} --json".split()) == 0
+        found = json.loads(capsys.readouterr().out)["formats"][name]["logit_difference"]
+        assert 0 < found < 0.5
+        assert cli.main(["verify", name]) == 0
+        capsys.readouterr()
+
+
 def test_a_recipe_does_what_its_flags_do(world):
     assert cli.main("quantize --model teacher --method rtn --group-size 32 --asymmetric --out flags".split()) == 0
     (world / "q.toml").write_text('[quantize]\nmodel = "teacher"\nmethod = "rtn"\ngroup_size = 32\nsymmetric = false\n')

@@ -50,7 +50,19 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_files(self.files)
+        """The model's tokenizer.
+
+        Raises:
+          ArtifactError: it cannot be read, or has more ids than the embedding has rows. Ids that were added to its own
+            vocabulary may lie beyond: multimodal models have some that text never holds.
+        """
+        found = Tokenizer.from_files(self.files)
+        if found.base_size > self.config.vocab_size:
+            rows = self.config.vocab_size
+            raise ArtifactError(
+                f"the tokenizer has {found.base_size} tokens and the embedding {rows} rows; they differ"
+            )
+        return found
 
     @property
     def is_quantized(self) -> bool:
