@@ -41,7 +41,7 @@ def run(settings: Distill, common: Common) -> dict[str, Any]:
         skipped = keep_quarantine(folder, rows, valid)
         (folder / TRACE).write_text(trace.to_json())
         save(trained, folder, {"stage": "distill", "teacher": settings.teacher, **facts})
-    first, best = trace.validations[0], min(trace.validations, key=lambda row: row["loss"])
+    first, best = trace.validations[0], trace.best
     return {
         "out": str(common.out),
         "parameters": {"teacher": parameter_count(teacher), "student": parameter_count(trained)},

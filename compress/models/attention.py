@@ -60,7 +60,7 @@ def visible(
     Padding sees padding, so that no row of the softmax is empty.
     """
     same = segments[:, :, None] == key_segments[:, None, :]
-    return same & (key_positions[:, None, :] <= positions[:, :, None])
+    return jnp.asarray(same & (key_positions[:, None, :] <= positions[:, :, None]))
 
 
 def attend(
