@@ -25,8 +25,9 @@ from compress.models import read_config
 from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, hidden_states, init, logits, stack, unstack
 from export import FORMATS
-from export.atomic import atomic_file, atomic_folder
+from export.atomic import atomic_file, atomic_folder, check_output
 from export.checkpoint import Checkpoint
+from export.errors import ArtifactError
 
 DATA = Path(__file__).parents[1] / "quickstart" / "data"
 SPECIAL = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"]
@@ -218,6 +219,8 @@ def longer(progress: float) -> int:
 
 def train(args: argparse.Namespace) -> None:
     """Train, say how it goes, and write the model now and then."""
+    resumed = bool(args.state and args.state.exists())
+    check_output(args.out, force=args.force or resumed)
     texts, valid = read_texts(args.data), read_texts(args.valid)
     tokenizer = train_tokenizer(texts)
     tokens = np.concatenate(encode(tokenizer, texts))
@@ -225,7 +228,7 @@ def train(args: argparse.Namespace) -> None:
     params = stack(config, init(config, jax.random.key(args.seed)))
     optimizer = make_optimizer(args.steps, args.rate, args.adam_rate)
     state, start = optimizer.init(params), 0
-    if args.state and args.state.exists():
+    if resumed:
         params, state, start = load_state(args.state, (params, state, 0))
     step = make_step(config, optimizer)
     weights = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -255,8 +258,9 @@ def main() -> None:
     )
     parser.add_argument("--valid", type=Path, nargs="+", default=[DATA / "valid.jsonl"])
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, help="the folder to write; replaced if it exists")
+    where.add_argument("--out", type=Path, help="the folder to write")
     where.add_argument("--evaluate", type=Path, metavar="DIR", help="print the bits per byte of a folder on --valid")
+    parser.add_argument("--force", action="store_true", help="replace --out if it exists")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
@@ -267,10 +271,13 @@ def main() -> None:
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=100)
     args = parser.parse_args()
-    if args.evaluate:
-        print(f"{bits_per_byte(*load_model(args.evaluate), read_texts(args.valid)):.4f} bits per byte")
-    else:
-        train(args)
+    try:
+        if args.evaluate:
+            print(f"{bits_per_byte(*load_model(args.evaluate), read_texts(args.valid)):.4f} bits per byte")
+        else:
+            train(args)
+    except ArtifactError as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":
