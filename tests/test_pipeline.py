@@ -222,9 +222,20 @@ def test_two_layers_scales_swapped_fail_the_gate(world):
     assert cli.main(["gate", "swapped.json"]) == 1
 
 
-def test_a_run_whose_exported_files_were_touched_is_judged_anew_and_fails(world):
-    swap_scales(world / "run/export/compressed-tensors/model.safetensors")
-    list_anew(world / "run/export/compressed-tensors")
+def swap_and_list_anew(exported: Path) -> None:
+    swap_scales(exported / "compressed-tensors/model.safetensors")
+    list_anew(exported / "compressed-tensors")
+
+
+def append_to_gguf(exported: Path) -> None:
+    """To a format that is not the candidate: its check alone can tell."""
+    with (exported / "gguf/model.gguf").open("ab") as file:
+        file.write(bytes(32))
+
+
+@pytest.mark.parametrize("touch", [swap_and_list_anew, append_to_gguf])
+def test_a_run_whose_exported_files_were_touched_is_judged_anew_and_fails(touch, world):
+    touch(world / "run/export")
     assert run() == 1
     assert ran(world) == {"eval"}
     assert not (world / "run/artifact").exists()
