@@ -127,18 +127,22 @@ def open_windows(models: Mapping[str, Model], settings: Eval, common: Common) ->
     if settings.bos and tokenizer.bos_id is None:
         raise RecipeError("bos = true, but the tokenizer has no BOS token")
     rows = Rows(settings.data, columns=common.data.columns, bad_rows=common.data.bad_rows)
+    found = documents(rows, tokenizer, tokens=settings.max_tokens)
+    # Text runs on from document to document, as in every published protocol; a conversation stands by itself.
+    joined = all(document.mask.all() for document in found)
     cut = windows(
-        documents(rows, tokenizer, tokens=settings.max_tokens),
+        found,
         settings.window,
         stride=settings.stride,
         bos_id=tokenizer.bos_id if settings.bos else None,
-        joined=True,
+        joined=joined,
         size=BATCH,
         pad_id=tokenizer.pad_id or 0,
     )
     facts = cut.convention
     convention = Convention(
-        name=f"joined windows of {facts.window}, stride {facts.stride}, {'BOS' if facts.bos else 'no BOS'}",
+        name=f"{'joined' if joined else 'separate'} windows of {facts.window}, stride {facts.stride}, "
+        f"{'BOS' if facts.bos else 'no BOS'}",
         window=facts.window,
         stride=facts.stride,
         bos=facts.bos,

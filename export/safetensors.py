@@ -276,3 +276,4 @@ def write_file(tensors: Mapping[str, np.ndarray], path: Path) -> None:
             raise
         number = int(said[1])
         raise OSError(number, os.strerror(number), str(path)) from error
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets nobody but the owner read it
