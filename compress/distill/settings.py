@@ -17,7 +17,7 @@ class Distill:
     student: str = field(
         default="half",
         metadata={
-            "help": "Model folder, config.json (fresh weights), or a cut of the teacher: half, layers:15, layers:0,2,5.",
+            "help": "Model folder, config.json (fresh weights), or a cut of the teacher: half, layers:15, layers:0,2.",
             "model": True,
             "unless": r"half|layers:\d+(,\d+)*",
         },
