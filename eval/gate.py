@@ -192,7 +192,7 @@ def _insufficient(rule: Rule, m: Measurement) -> str | None:
         return "the value is missing or not finite"
     for unit in ("tokens", "documents"):
         have, need = getattr(m, unit), getattr(rule, f"min_{unit}")
-        if need and (have is None or have < need):
+        if (have or 0) < need:
             return f"only {have or 0} {unit} were scored, {need} are needed"
     if not sound(m):
         return "the interval does not hold the value"

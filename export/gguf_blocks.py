@@ -4,6 +4,7 @@ Letters: O outputs, I inputs, B blocks of 32 inputs, P packed bytes.
 Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 
+import jax
 import ml_dtypes
 import numpy as np
 from gguf import quants
@@ -38,7 +39,7 @@ def dequantize(raw: UInt8[np.ndarray, " P"], kind: GGMLQuantizationType) -> Floa
     return values
 
 
-def block_type(name: str, value: np.ndarray | QuantizedTensor, float_type: str) -> GGMLQuantizationType:
+def block_type(name: str, value: np.ndarray | jax.Array | QuantizedTensor, float_type: str) -> GGMLQuantizationType:
     """The block type that `encode` gives a tensor.
 
     Vectors are F32, as llama.cpp wants them; a matrix whose rows are not whole blocks is F16 instead of Q8_0.

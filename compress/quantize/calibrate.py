@@ -17,11 +17,12 @@ from jaxtyping import Array, Float
 from compress.data.batch import Batch
 from compress.models.attention import visible
 from compress.models.config import DecoderConfig
-from compress.models.decoder import EMBEDDING, Stacked, embed, iterate_blocks, layer_data, run_block
+from compress.models.decoder import EMBEDDING, Stacked, embed, layer_data, run_block, split_layers
+from compress.quantize.gptq import gram
 from compress.quantize.preflight import spec_of_layers
 from compress.quantize.quantizers import QUANTIZERS, Quantizer
 from compress.quantize.rtn import rtn
-from eval.quantization_error import SquaredError
+from eval.quantization_error import SquaredError, layer_error
 from eval.report import ErrorRow
 from export.errors import ArtifactError
 from export.quantized import QuantizedTensor, QuantSpec, Weights
@@ -46,7 +47,7 @@ class Calibrated:
 def capture(config: DecoderConfig, weights: dict, x: Float[Array, "B T D"], data, batch: Batch):
     """A layer's output, and for each distinct input of its linears the sum of x x^T over real tokens [I, I]."""
     block, (y, _) = run_block(config, weights, x, data, view_of(batch))
-    real = (batch.segments > 0).astype(jnp.float32)[..., None]
+    real = batch.segments.reshape(-1) > 0
     inputs: dict[int, tuple[list[str], Array]] = {}
     for path, module in nnx.iter_modules(block):
         if hasattr(module, "input"):
@@ -54,8 +55,7 @@ def capture(config: DecoderConfig, weights: dict, x: Float[Array, "B T D"], data
             inputs.setdefault(id(seen), ([], seen))[0].append(".".join(map(str, path)))
     grams = {}
     for names, seen in inputs.values():
-        rows = (seen.astype(jnp.float32) * real).reshape(-1, seen.shape[-1])
-        grams[JOIN.join(sorted(names))] = rows.T @ rows
+        grams[JOIN.join(sorted(names))] = gram(seen.reshape(-1, seen.shape[-1]), real)
     return y, grams
 
 
@@ -66,13 +66,9 @@ def view_of(batch: Batch) -> tuple:
 
 
 @partial(jax.jit, static_argnames="config")
-def output_error(config: DecoderConfig, weights: dict, x: Float[Array, "B T D"], y: Float[Array, "B T D"], data, batch):
-    """The layer's output with these weights, and (squared error, squared output, largest error) against `y`."""
-    _, (actual, _) = run_block(config, weights, x, data, view_of(batch))
-    real = batch.segments[..., None] > 0
-    error = jnp.where(real, actual - y, 0).astype(jnp.float32)
-    signal = jnp.where(real, y, 0).astype(jnp.float32)
-    return actual, ((error**2).sum(), (signal**2).sum(), jnp.abs(error).max())
+def output(config: DecoderConfig, weights: dict, x: Float[Array, "B T D"], data, batch: Batch) -> Float[Array, "B T D"]:
+    """A layer's output."""
+    return run_block(config, weights, x, data, view_of(batch))[1][0]
 
 
 def quantize_model(
@@ -104,7 +100,7 @@ def quantize_model(
     states = [embed(config, stem, jnp.asarray(batch.tokens), jnp.float32) for batch in batches]
     frequencies, windows = layer_data(config)
     layers: list[dict[str, Any]] = []
-    for index, layer in iterate_blocks(config, weights):
+    for index, layer in enumerate(split_layers(config, weights)[1]):
         prefix = f"model.layers.{index}."
         layer = {name: jnp.asarray(value, jnp.float32) for name, value in layer.items()}
         data = (jnp.asarray(frequencies[index]), jnp.asarray(windows[index]))
@@ -131,7 +127,7 @@ def capture_all(config, layer: dict, states: list[Array], data, batches: Sequenc
         targets.append(y)
         sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
     tokens = sum(int((np.asarray(batch.segments) > 0).sum()) for batch in batches)
-    return targets, jax.tree.map(lambda gram: gram / max(tokens, 1), sums or {})
+    return targets, jax.tree.map(lambda total: total / max(tokens, 1), sums or {})
 
 
 def quantize_layer(
@@ -155,9 +151,9 @@ def run_quantized(config, layer: dict, states: list[Array], targets: list[Array]
     """The quantized layer's outputs, and their summed error against the unquantized layer's on the same inputs."""
     outputs, total = [], SquaredError("layer", 0.0, 0.0, 0, 0.0)
     for x, y, batch in zip(states, targets, batches, strict=True):
-        actual, (squared, signal, largest) = output_error(config, layer, x, y, data, batch)
-        count = int((np.asarray(batch.segments) > 0).sum()) * config.hidden_size
-        total += SquaredError("layer", float(squared), float(signal), count, float(largest))
+        actual = output(config, layer, x, data, batch)
+        flat = (value.reshape(-1, config.hidden_size) for value in (y, actual))
+        total += layer_error("layer", *flat, np.asarray(batch.segments).reshape(-1) > 0)
         outputs.append(actual)
     return outputs, total
 

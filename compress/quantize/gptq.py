@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from compress.quantize.grid import CLIP_STEPS, choose_grid, decode, encode, float_grid
 from compress.quantize.rtn import require_quantizable
@@ -220,12 +220,10 @@ def compensate_rows(w, aim, mixing, grid, bits: int) -> tuple[UInt8[Array, "B O"
     return jax.lax.fori_loop(0, len(w), step, (jnp.zeros(w.shape, jnp.uint8), jnp.zeros_like(w)))
 
 
-def accumulate_hessian(
-    hessian: Float[Array, "I I"], x: Float[Array, "N I"], mask: Float[Array, " N"]
-) -> Float[Array, "I I"]:
-    """Add the sum of x x^T over the tokens with mask 1, in float32; the caller counts the tokens."""
-    x = jnp.where(mask[:, None] > 0, x.astype(jnp.float32), 0.0)
-    return hessian + x.T @ x
+def gram(x: Float[Array, "N I"], mask: Bool[Array, " N"]) -> Float[Array, "I I"]:
+    """The sum of x x^T over the tokens of the mask, in float32: a Hessian, once divided by their number."""
+    x = jnp.where(mask[:, None], x.astype(jnp.float32), 0.0)
+    return x.T @ x
 
 
 def _blocks(a: Array, block: int) -> Array:

@@ -24,7 +24,9 @@ class Quantize:
         default="gptq", metadata={"help": "GPTQ, or round to nearest with the best clipping."}
     )
     calibration: tuple[Path, ...] = field(default=(), metadata={"help": "Text that GPTQ sees: JSONL or plain text."})
-    calibration_tokens: int = field(default=16384, metadata={"help": "Tokens of it to use.", "min": 1})
+    calibration_tokens: int = field(
+        default=16384, metadata={"help": "Tokens of it to use, of each file an equal share.", "min": 1}
+    )
     sequence_length: int = field(default=512, metadata={"help": "Tokens in a calibration row.", "min": 2})
     embedding_bits: Literal[8] | None = field(
         default=None, metadata={"help": "Bits of the embedding; kept in floats if not given."}

@@ -47,7 +47,7 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
         "symmetric": settings.symmetric,
         "tensors": {"quantized": len(packed), "of": len(linears(parent.config))},
         "bytes": sum(value.nbytes for value in packed),
-        **({"rows": rows[0].quarantine.counts()} if rows else {}),
+        **({"rows": {path.paths[0].name: path.quarantine.counts() for path in rows}} if rows else {}),
         **skipped,
     }
 
@@ -63,7 +63,8 @@ class Result:
 def quantize(parent: Model, rows: list[Rows], settings: Quantize, common: Common) -> Result:
     """A float model's linears, and its embedding if asked, as groups of few bits."""
     spec = QuantSpec(bits=settings.bits, group_size=settings.group_size, symmetric=settings.symmetric)
-    batches = [batch for text in rows for batch in calibration_batches(parent, text, settings, common.seed)]
+    share = settings.calibration_tokens // max(1, len(rows))
+    batches = [batch for text in rows for batch in calibration_batches(parent, text, share, settings, common.seed)]
     seen = sum(int((batch.segments > 0).sum()) for batch in batches)
     if rows and seen < settings.calibration_tokens // 2:
         common.progress.warn(f"the calibration text has {seen} tokens; {settings.calibration_tokens} were asked for")
@@ -83,17 +84,16 @@ def quantize(parent: Model, rows: list[Rows], settings: Quantize, common: Common
 
 
 def calibration_rows(settings: Quantize, common: Common) -> list[Rows]:
-    """The calibration text, if there is any."""
-    if not settings.calibration:
-        return []
-    return [Rows(settings.calibration, columns=common.data.columns, bad_rows=common.data.bad_rows)]
+    """The calibration text, file by file."""
+    data = common.data
+    return [Rows(path, columns=data.columns, bad_rows=data.bad_rows) for path in settings.calibration]
 
 
-def calibration_batches(parent: Model, rows: Rows, settings: Quantize, seed: int) -> list[Batch]:
-    """The first `calibration_tokens` tokens of the calibration text, packed."""
-    size = max(1, min(4, settings.calibration_tokens // settings.sequence_length))
+def calibration_batches(parent: Model, rows: Rows, share: int, settings: Quantize, seed: int) -> list[Batch]:
+    """The first `share` tokens of a calibration text, packed."""
+    size = max(1, min(4, share // settings.sequence_length))
     batches = Batches(
         rows, parent.tokenizer, size=size, length=settings.sequence_length, seed=seed, epochs=1, shuffle=False
     )
-    wanted = max(1, settings.calibration_tokens // (size * settings.sequence_length))
+    wanted = max(1, share // (size * settings.sequence_length))
     return list(itertools.islice(batches, wanted))
