@@ -4,7 +4,8 @@ A field is a key, or a table where its type is a dataclass (or a dataclass or No
 are bool, int, float, str, Path, Literal, `tuple[T, ...]`, `dict[str, T]`, and any of them or None. Field metadata:
 
     help        one line for `--help` and the schema
-    min, max    inclusive bounds of a number; `above` is an exclusive lower one
+    min, max    inclusive bounds of a number; `above` is an exclusive lower one. An integer has at most 31 bits, where no
+                max says otherwise, and a float is finite.
     model       the text names a model: a path if there is one at that place, and otherwise left alone
     unless      a regular expression: text that matches it names no model after all
     chained     in a run the stage before provides it; a command by itself must be given it
@@ -15,12 +16,16 @@ are bool, int, float, str, Path, Literal, `tuple[T, ...]`, `dict[str, T]`, and a
 import dataclasses
 import difflib
 import json
+import math
+import os
 import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
+
+LARGEST = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +182,7 @@ def _convert(value: Any, hint: Any, base: Path, model: bool) -> Any:
     elif typing.get_origin(kind) is dict and isinstance(value, dict):
         return {name: _convert(item, arguments[1], base, model) for name, item in value.items()}
     elif kind is Path and isinstance(value, str | Path) and str(value):
-        return base / Path(value).expanduser()
+        return base / _expanded(value)
     elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     elif kind in (bool, int, str) and type(value) is kind:
@@ -186,18 +191,27 @@ def _convert(value: Any, hint: Any, base: Path, model: bool) -> Any:
 
 
 def _placed(model: str, base: Path) -> str:
-    place = base / Path(model).expanduser()
+    place = base / _expanded(model)
     return str(place) if model and place.exists() else model
+
+
+def _expanded(path: str | Path) -> Path:
+    if "\0" in str(path):
+        raise ValueError("a path cannot hold a NUL character")
+    return Path(os.path.expanduser(path))  # unlike Path's own, it leaves the ~ of a user who is not known
 
 
 def _check_bounds(number: int | float, metadata: Mapping[Any, Any]) -> None:
     low, high, above = (metadata.get(bound) for bound in ("min", "max", "above"))
+    high = LARGEST if high is None and isinstance(number, int) else high
     if low is not None and not number >= low:
         raise ValueError(f"must be at least {low}")
     if high is not None and not number <= high:
         raise ValueError(f"must be at most {high}")
     if above is not None and not number > above:
         raise ValueError(f"must be above {above}")
+    if not math.isfinite(number):
+        raise ValueError("must be finite")
 
 
 def _is_literal(kind: Any) -> bool:

@@ -20,7 +20,7 @@ def locate(model: str, environment: Mapping[str, str] | None = None) -> Path:
     Raises:
       RecipeError: it is nowhere; for `org/name` the message has the command that would fetch it.
     """
-    place = Path(model).expanduser()
+    place = Path(os.path.expanduser(model))
     if place.exists():
         return place
     if not _REPOSITORY.fullmatch(model) or model.endswith(".gguf"):
@@ -51,9 +51,9 @@ def located(settings: Any) -> Any:
 def cache(environment: Mapping[str, str]) -> Path:
     """The Hugging Face cache, found as huggingface_hub finds it."""
     if "HF_HUB_CACHE" in environment:
-        return Path(environment["HF_HUB_CACHE"]).expanduser()
+        return Path(os.path.expanduser(environment["HF_HUB_CACHE"]))
     general = environment.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(environment.get("HF_HOME", f"{general}/huggingface")).expanduser() / "hub"
+    return Path(os.path.expanduser(environment.get("HF_HOME", f"{general}/huggingface"))) / "hub"
 
 
 def _snapshot(folder: Path) -> Path | None:

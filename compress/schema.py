@@ -14,7 +14,7 @@ class Recipe:
     """Which stages run, with what; the stage of an absent table does not run."""
 
     name: str | None = field(default=None, metadata={"help": "Name of the run; the recipe's file name if not given."})
-    seed: int = field(default=0, metadata={"help": "Everything random comes from it.", "min": 0})
+    seed: int = field(default=0, metadata={"help": "Everything random comes from it.", "min": 0, "max": 2**63 - 1})
     dtype: Dtype = field(
         default="auto", metadata={"help": "Of weights and activations; auto: bfloat16, and float32 on a CPU."}
     )

@@ -287,6 +287,19 @@ def test_gptq_without_calibration(fails):
     fails("quantize --model good --group-size 32 --out out", 2, "--calibration is missing", "--method rtn")
 
 
+def test_a_number_that_is_out_of_all_bounds(fails):
+    many = "9" * 30
+    fails(f"generate --model good --prompt x --max-tokens {many}", 2, f"--max-tokens {many}: must be at most")
+    fails(f"generate --model good --prompt x --seed {many}", 2, f"--seed {many}: must be at most")
+    fails("generate --model good --prompt x --temperature inf", 2, "--temperature Infinity: must be finite")
+
+
+def test_the_home_of_a_user_who_is_not_known(monkeypatch, fails):
+    fails("generate --model ~nobody-of-that-name/x --prompt x", 2, "~nobody-of-that-name/x: no such model folder")
+    monkeypatch.setenv("HF_HUB_CACHE", "~nobody-of-that-name")
+    fails("generate --model a/b --prompt x", 2, "a/b: no such folder, and not in the Hugging Face cache")
+
+
 def test_a_model_that_is_not_in_the_cache(fails):
     said = "hf download HuggingFaceTB/SmolLM2-135M"
     fails(
