@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # A bug is not a verdict: 1 says that the gate failed, so a traceback exits with sysexits' EX_SOFTWARE.
 BUG = 70
-_NO_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+_NO_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class Stage(NamedTuple):
@@ -327,7 +327,7 @@ def exit_code(error: Exception) -> int:
         return 2
     if isinstance(error, ArtifactError | DataError | EvidenceError):
         return 4
-    out_of_device_memory = type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
+    out_of_device_memory = type(error).__name__ == "JaxRuntimeError" and "out of memory" in str(error).lower()
     if isinstance(error, MemoryError) or out_of_device_memory:
         return 5
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

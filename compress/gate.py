@@ -40,7 +40,7 @@ def read_policy(path: Path | None) -> Policy:
 
 def _decode(path: Path) -> str:
     try:
-        return _read(path).decode("utf-8")
+        return _read(path).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise EvidenceError(f"{path}: not UTF-8 text") from None
 

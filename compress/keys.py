@@ -99,6 +99,8 @@ def convert(value: Any, key: Key, base: Path) -> Any:
     except TypeError:
         hope = did_you_mean(value, _choices(kind_of(key.hint))) if isinstance(value, str) else ""
         raise ValueError(f"expected {expected(kind_of(key.hint))}{hope}") from None
+    if found == () and key.default != ():
+        raise ValueError("expected at least one item")
     for number in found if isinstance(found, tuple) else (found,):
         if isinstance(number, int | float):
             _check_bounds(number, key.metadata)
@@ -114,7 +116,7 @@ def from_text(text: str, key: Key) -> Any:
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

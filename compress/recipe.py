@@ -74,12 +74,12 @@ def to_toml(settings: Any) -> str:
 
 def _from_file(schema: type, path: Path) -> dict[str, Given]:
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such recipe") from None
     except IsADirectoryError:
         raise RecipeError(f"{path}: a folder, not a recipe") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of ValueErrors: no UTF-8, no TOML, a number of 5000 digits
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     given: dict[str, Given] = {}
 

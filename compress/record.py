@@ -17,7 +17,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """A stage.json; empty if there is none that can be read."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 

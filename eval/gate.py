@@ -90,7 +90,7 @@ class Policy:
         """
         try:
             table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise EvidenceError(f"{source}: not TOML: {error}") from None
         for key in table:
             if key != "rule":

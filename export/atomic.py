@@ -50,7 +50,7 @@ def check_output(out: str | os.PathLike, force: bool = False) -> None:
     path = Path(out)
     if os.path.lexists(path) and not force:
         raise OutputExists(f"{path}: exists already; pass --force to replace it, or give another --out")
-    if path.name in ("", "..") or Path.cwd().is_relative_to(path.resolve()):
+    if path.name in ("", "..") or Path.cwd().is_relative_to(os.path.realpath(path)):
         raise ArtifactError(f"{path}: the working folder lies in it, so it cannot be replaced; give another --out")
 
 

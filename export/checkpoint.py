@@ -130,7 +130,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 def write_config(checkpoint: Checkpoint, folder: Path, dtype: str, **extra: Any) -> None:
     """Write config.json, with its weights' `dtype` under the new and the old name, and the files that go along."""
     config = {**checkpoint.config, "dtype": dtype, "torch_dtype": dtype, **extra}
-    text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
+    text = json.dumps(config, indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
     for name, data in checkpoint.files.items():
         if name not in FILES:

@@ -8,7 +8,6 @@ import dataclasses
 import math
 import mmap
 import os
-import stat
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from export.errors import ArtifactError
+from export.untrusted import check_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -111,13 +111,12 @@ def parse(path: str | os.PathLike) -> Header:
       ArtifactError: the file is missing, truncated, of another version, in parts, or inconsistent.
     """
     path = Path(path)
+    check_regular(path)
     try:
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ArtifactError(f"{path}: not a regular file")
-            if status.st_size < 24:
-                raise ArtifactError(f"{path}: {status.st_size} bytes are too few for a GGUF file; fetch it anew")
+            size = os.fstat(file.fileno()).st_size
+            if size < 24:
+                raise ArtifactError(f"{path}: {size} bytes are too few for a GGUF file; fetch it anew")
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror or error})") from error

@@ -59,6 +59,9 @@ def verify_files(folder: str | os.PathLike) -> list[str]:
     problems += [f"{name}: not in {MANIFEST}" for name in sorted(present - listed.keys())]
     for name in sorted(present & listed.keys()):
         # Only names found in the folder are opened, never one that the manifest alone gives.
+        if not (folder / name).is_file():
+            problems.append(f"{name}: not a regular file")
+            continue
         size = (folder / name).stat().st_size
         if size != listed[name].get("size"):
             problems.append(f"{name}: {size} bytes, {listed[name].get('size')} in {MANIFEST}")

@@ -26,7 +26,7 @@ from export.checkpoint import (
     write_config,
 )
 from export.errors import ArtifactError
-from export.untrusted import locate, parse_object, read_object
+from export.untrusted import check_regular, locate, parse_object, read_object
 
 HEADER_LIMIT = 100_000_000  # the format's own
 RANK_LIMIT = 8
@@ -167,6 +167,7 @@ def read_header(path: Path) -> dict[str, Entry]:
       ArtifactError: truncated, malformed, an unknown dtype, bytes that don't match the shape, or tensors that overlap,
         leave holes, or lie outside the file.
     """
+    check_regular(path)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,7 +1,6 @@
 """Small files from strangers: located inside their folder and bounded before they are read."""
 
 import json
-import stat
 from pathlib import Path
 
 from export.errors import ArtifactError
@@ -33,15 +32,24 @@ def locate(folder: Path, name: str) -> Path:
     return path
 
 
+def check_regular(path: Path) -> None:
+    """Refuse what is there but is no regular file, before it is opened: a pipe would be waited for without end.
+
+    Raises:
+      ArtifactError: it is a folder, a pipe or a device.
+    """
+    if path.exists() and not path.is_file():
+        raise ArtifactError(f"{path}: not a regular file")
+
+
 def read_bytes(folder: Path, name: str, limit: int = OBJECT_LIMIT) -> bytes:
     """The contents of a regular file of at most `limit` bytes."""
     path = locate(folder, name)
+    check_regular(path)
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ArtifactError(f"{path}: not a regular file")
-        if status.st_size > limit:
-            raise ArtifactError(f"{path}: {status.st_size} bytes, more than the {limit} that such a file may have")
+        size = path.stat().st_size
+        if size > limit:
+            raise ArtifactError(f"{path}: {size} bytes, more than the {limit} that such a file may have")
         with path.open("rb") as file:
             return file.read(limit)
     except FileNotFoundError as error:

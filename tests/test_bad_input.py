@@ -154,6 +154,34 @@ def test_a_link_out_of_the_folder(tmp_path, fails):
     fails("export --model bad --out out", 4, "a link out of its folder")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_file_is_not_opened(make, name, tmp_path, fails):
+    (bad_model(tmp_path / "bad", lambda entries: entries) / name).unlink()
+    make(tmp_path / "bad" / name)
+    fails("generate --model bad --prompt x", 4, f"bad/{name}: not a regular file")
+    os.mkfifo(tmp_path / "bad.gguf")
+    fails("generate --model bad.gguf --prompt x", 4, "bad.gguf: not a regular file")
+
+
+def test_verify_opens_no_device_and_follows_no_dead_link(tmp_path, fails):
+    assert cli.main(["export", "--model", "good", "--format", "safetensors", "--out", "out"]) == 0
+    manifest = json.loads(Path("out/manifest.json").read_text())
+    for place in ("/dev/zero", "nowhere"):
+        Path("out/extra").unlink(missing_ok=True)
+        Path("out/extra").symlink_to(place)
+        manifest["files"]["extra"] = {"size": 0, "sha256": ""}
+        Path("out/manifest.json").write_text(json.dumps(manifest))
+        fails("verify out", 4, "extra: not a regular file")
+
+
+def test_half_a_surrogate_pair_in_a_config_is_kept(tmp_path, fails):
+    folder = bad_model(tmp_path / "odd", lambda entries: entries)
+    (folder / "config.json").write_text(json.dumps(SMALL | {"note": "\ud800"}))
+    assert cli.main(["export", "--model", "odd", "--format", "safetensors", "--out", "out"]) == 0
+    assert json.loads(Path("out/config.json").read_text())["note"] == "\ud800"
+
+
 class Bomb:
     """A pickle that leaves a file where it is opened."""
 
@@ -283,6 +311,15 @@ def test_an_output_below_a_file(tmp_path, fails):
     fails("run recipe.toml --out file", 2, "file")
 
 
+def test_an_output_behind_a_link_to_itself(tmp_path, fails):
+    (tmp_path / "loop").symlink_to("loop")
+    fails("quantize --model good --method rtn --group-size 32 --out loop/out", 2, "loop")
+
+
+def test_an_evaluation_that_does_not_fit_into_memory(fails):
+    fails("eval --model good --data text.jsonl --window 1000000 --out r.json", 5, "emory")
+
+
 def test_gptq_without_calibration(fails):
     fails("quantize --model good --group-size 32 --out out", 2, "--calibration is missing", "--method rtn")
 
@@ -315,7 +352,8 @@ def test_a_model_that_is_not_in_the_cache(fails):
         ("[quantize]\nbits = 5\n", "expected 4 or 8"),
         ("[quantize\n", "not valid TOML"),
         ("", "no stage"),
-        ("[eval]\ndata = []\n", "no stage before it makes one"),
+        ('[eval]\ndata = ["x"]\n', "no stage before it makes one"),
+        ("[eval]\ndata = []\n", "data = []: expected at least one item"),
     ],
 )
 def test_a_recipe_that_is_wrong(text, said, tmp_path, fails):
@@ -351,12 +389,14 @@ def test_adapters_are_not_exported_to_gguf(shared, tmp_path, fails):
         ('metric = "kl_men"\nbound = "max"\nlimit = 1', "no metric 'kl_men'; did you mean 'kl_mean'"),
         ('metric = "kl_mean"\nbound = "max"\nlimit = nan', "limit = nan: expected a finite number"),
         ('metric = "kl_mean"\nbound = "max"\nlimit = 1', "needs a baseline"),
+        ("limit = " + "[" * 5000, "maximum recursion depth"),
+        ("limit = " + "9" * 5000, "Exceeds the limit"),
     ],
 )
 def test_a_policy_that_is_wrong(policy, said, tmp_path, fails):
     (tmp_path / "gate.toml").write_text(f"[[rule]]\n{policy}\n")
     (tmp_path / "report.json").write_text(to_json(Report("run")))
-    fails("gate report.json --policy gate.toml", 4, "gate.toml rule 1", said)
+    fails("gate report.json --policy gate.toml", 4, "gate.toml", said)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
