@@ -18,7 +18,7 @@ from compress.data.rows import SHOWN, Rows, skipped_rows
 from compress.data.windows import Windows, documents, windows
 from compress.errors import RecipeError
 from compress.models.decoder import EMBEDDING, HEAD, LAYER, head, hidden_states, project, stack
-from compress.models.folder import Model, load
+from compress.models.folder import Model, cast, load
 from compress.models.linear import dense
 from compress.settings import Common, Eval
 from compress.tokenizer import same_tokenizer
@@ -84,26 +84,34 @@ class HeldOut:
         return [f"{quarantine.skipped} of {quarantine.read} held-out rows skipped"] if quarantine.skipped else []
 
 
-def measure(models: Mapping[str, Model], held_out: HeldOut, common: Common, *, name: str, **parts: Any) -> Report:
+def measure(
+    models: Mapping[str, Model],
+    held_out: HeldOut,
+    common: Common,
+    *,
+    name: str,
+    evidence: Mapping[str, Any] | None = None,
+    **parts: Any,
+) -> Report:
     """The report on models named as in `eval.metrics`; the candidate is among them.
 
     Args:
-      parts: further fields of the report; `evidence` holds further fields of the evidence.
+      evidence: further fields of the evidence.
+      parts: further fields of the report.
     """
     baselines = [model for model in (metrics.PARENT, metrics.TEACHER) if model in models]
     pairs = [(baseline, model) for baseline in baselines for model in models if model != baseline]
     scores = score(chunks(models, held_out.windows, common, "eval"), pairs)
     candidate = models[metrics.CANDIDATE]
     tensors = tensor_errors(models[metrics.PARENT], candidate) if metrics.PARENT in models else []
-    evidence = metrics.Evidence(
-        scores=scores, tensors=tensors, size=size_of(candidate), seed=common.seed, **parts.pop("evidence", {})
-    )
+    size = size_of(candidate)
+    found = metrics.Evidence(scores=scores, tensors=tensors, size=size, seed=common.seed, **(evidence or {}))
     return Report(
         name=name,
         convention=held_out.convention,
-        metrics=metrics.measure(evidence),
+        metrics=metrics.measure(found),
         tensors=[ErrorRow.of(error) for error in tensors],
-        size=evidence.size,
+        size=size,
         tails=[tail(scores[model], model, baseline) for baseline, model in pairs if model == metrics.CANDIDATE],
         notes=held_out.notes(),
         versions={package: importlib.metadata.version(package) for package in VERSIONED},
@@ -173,12 +181,11 @@ def chunks(models: Mapping[str, Model], held_out: Windows, common: Common, stage
 
 
 class Runner:
-    """A model that is run batch after batch."""
+    """A model, its adapters on, that is run batch after batch."""
 
     def __init__(self, model: Model, dtype):
         """Stack the weights once."""
-        cast = {n: v if isinstance(v, QuantizedTensor) else jnp.asarray(v, dtype) for n, v in model.weights.items()}
-        self.stacked = stack(model.config, cast)
+        self.stacked = stack(model.config, cast(model.merged().weights, dtype))
         self.head = jnp.asarray(dense(head(model.config, self.stacked), dtype))
         self._hidden = jax.jit(partial(hidden_states, model.config))
         self._project = jax.jit(partial(project, model.config))
@@ -203,10 +210,12 @@ def tensor_errors(parent: Model, candidate: Model) -> list[SquaredError]:
 
 
 def size_of(model: Model) -> Size:
-    """Weights and bytes of the embedding, attention, MLP, norms and head; floats count two bytes, as exported."""
+    """Weights and bytes of embedding, attention, MLP, norms, head and adapters; floats count two bytes, as exported."""
     parts: dict[str, list[int]] = {}
-    for name, value in model.weights.items():
-        part = parts.setdefault(part_of(name), [0, 0])
+    named = [(part_of(name), value) for name, value in model.weights.items()]
+    named += [("adapters", value) for value in (model.adapters.weights.values() if model.adapters else ())]
+    for name, value in named:
+        part = parts.setdefault(name, [0, 0])
         count = int(np.prod(value.shape))
         part[0] += count
         part[1] += value.nbytes if isinstance(value, QuantizedTensor) else 2 * count

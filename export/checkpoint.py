@@ -163,8 +163,7 @@ def to_numpy(name: str, value: np.ndarray | jax.Array | QuantizedTensor, dtype: 
 
 def host(tensor: QuantizedTensor) -> QuantizedTensor:
     """A quantized tensor with its arrays in NumPy."""
-    zero = None if tensor.zero is None else np.asarray(tensor.zero)
-    return QuantizedTensor(np.asarray(tensor.packed), np.asarray(tensor.scale), zero, tensor.spec)
+    return jax.tree.map(np.asarray, tensor)
 
 
 def check_finite(checkpoint: Checkpoint) -> None:

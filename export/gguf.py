@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from gguf import GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, LlamaFileType
@@ -26,7 +27,6 @@ from export.gguf_names import (
     shapes,
 )
 from export.gguf_vocabulary import read_vocabulary, write_vocabulary
-from export.quantized import QuantizedTensor
 
 FILE_NAME = "model.gguf"
 ROPE_FACTORS = "rope_freqs.weight"
@@ -173,22 +173,14 @@ def _plan(
 
 
 def _encoded(arch: Architecture, config: dict[str, Any], name: str, value: Any, kind: GGMLQuantizationType):
-    if not isinstance(value, QuantizedTensor):
-        value = np.asarray(value)
+    value = jax.tree.map(np.asarray, value)
     heads = heads_permuted(arch, config, name)
     if heads:
-        value = _take_rows(value, row_order(value.shape[0], heads))
+        rows = row_order(value.shape[0], heads)
+        value = jax.tree.map(lambda leaf: leaf[rows], value)  # codes, scales and zeros move together
     if arch.norm_offset and name.endswith("norm.weight"):
         value = value.astype(np.float32) + np.float32(arch.norm_offset)
     return encode(name, value, kind)
-
-
-def _take_rows(value: np.ndarray | QuantizedTensor, rows: np.ndarray) -> np.ndarray | QuantizedTensor:
-    """Rows in another order; codes, scales and zeros move together."""
-    if not isinstance(value, QuantizedTensor):
-        return value[rows]
-    zero = None if value.zero is None else np.asarray(value.zero)[rows]
-    return QuantizedTensor(np.asarray(value.packed)[rows], np.asarray(value.scale)[rows], zero, value.spec)
 
 
 def _general(checkpoint: Checkpoint, plan: dict, float_type: str) -> dict[str, Any]:

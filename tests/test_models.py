@@ -233,11 +233,12 @@ def test_parts_of_a_model_combine_to_the_whole():
     jax.tree.map(np.testing.assert_array_equal, again, stacked)
 
 
-def test_blocks_are_iterated_in_order_with_all_their_tensors():
+def test_weights_are_split_into_layers_in_order_with_all_their_tensors():
     case = EXEMPLARS["qwen2"]
     weights = dict(reversed(weights_of(case).items()))
-    for index, (layer, tensors) in enumerate(decoder.iterate_blocks(config_of(case), weights)):
-        assert layer == index
+    rest, layers = decoder.split_layers(config_of(case), weights)
+    for index, tensors in enumerate(layers):
         assert {name: tensor.shape for name, tensor in tensors.items()} == decoder.block_shapes(config_of(case))
-        assert all(tensor is weights[f"model.layers.{layer}.{name}"] for name, tensor in tensors.items())
-    assert index == 3
+        assert all(tensor is weights[f"model.layers.{index}.{name}"] for name, tensor in tensors.items())
+    assert len(layers) == 4
+    assert len(rest) + sum(map(len, layers)) == len(weights)

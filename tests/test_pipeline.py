@@ -249,6 +249,16 @@ def test_an_artifact_without_its_adapters_fails_the_gate(world):
     assert cli.main(["gate", "dropped.json"]) == 1
 
 
+def test_adapters_count_when_their_base_is_measured(world):
+    command = "eval --model run/align --baseline run/align --data valid.jsonl --window 32 --out own.json"
+    assert cli.main(command.split()) == 0
+    report = json.loads((world / "own.json").read_text())
+    found = {(m["name"], m["model"]): m["value"] for m in report["metrics"]}
+    assert found["kl_mean", "candidate"] < 1e-6
+    adapters = next(part for part in report["size"]["parts"] if part["name"] == "adapters")
+    assert adapters["bytes"] == 2 * adapters["weights"] > 0
+
+
 def test_verify_passes_on_what_was_released(world, capsys):
     assert cli.main("verify run/artifact --json".split()) == 0
     assert set(json.loads(capsys.readouterr().out)["verified"]) == {"compressed-tensors", "gguf"}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from compress.align.loss import both, policy_divergence, preference_loss, sequence_log_probability, sft_loss
@@ -17,7 +16,7 @@ from compress.data.batches import Batches, PairBatches
 from compress.data.rows import Rows, keep_quarantine
 from compress.data.split import training_and_held_out
 from compress.models.decoder import Stacked, linears, partition, stack, unstack
-from compress.models.folder import Model, load, save, to_host
+from compress.models.folder import Model, cast, load, save, to_host
 from compress.models.lora import init_adapters, is_adapter, with_adapters
 from compress.quantize.preflight import require_fit
 from compress.quantize.quantizers import QUANTIZERS
@@ -201,11 +200,3 @@ def fingerprints(pairs: PairBatch) -> list[bytes]:
         np.asarray(x) for side in (pairs.chosen, pairs.rejected) for x in (side.tokens, side.segments, side.mask)
     ]
     return [hashlib.sha256(b"".join(x[row].tobytes() for x in columns)).digest() for row in range(len(columns[0]))]
-
-
-def cast(weights, dtype: str):
-    """Float tensors in `dtype`; quantized ones as they are."""
-    return {
-        name: jnp.asarray(value, jnp.dtype(dtype)) if isinstance(value, np.ndarray) else value
-        for name, value in weights.items()
-    }

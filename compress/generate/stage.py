@@ -18,7 +18,7 @@ def run(settings: Generate, common: Common) -> dict[str, Any]:
     """
     assert settings.model is not None
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
-    model = load(settings.model, common.dtype).merged()
+    model = load(settings.model, common.dtype)
     texts = continue_texts(
         model, list(settings.prompt), max_tokens=settings.max_tokens, sampling=sampling, seed=common.seed
     )
@@ -27,13 +27,13 @@ def run(settings: Generate, common: Common) -> dict[str, Any]:
 
 
 def continue_texts(model: Model, prompts: list[str], *, max_tokens: int, sampling: Sampling, seed: int) -> list[str]:
-    """The model's continuation of each text."""
+    """The model's continuation of each text, its adapters on."""
     tokenizer = model.tokenizer
     ids = [tokenizer.with_bos(tokenizer.encode(prompt)) for prompt in prompts]
     empty = [prompt for prompt, tokens in zip(prompts, ids, strict=True) if not tokens]
     if empty:
         raise RecipeError(f"prompt {empty[0]!r} has no token; give some text")
-    stacked = stack(model.config, model.weights)
+    stacked = stack(model.config, model.merged().weights)
     out = generate(
         model.config, stacked, ids, max_tokens=max_tokens, sampling=sampling, stop=sorted(tokenizer.eos_ids), seed=seed
     )

@@ -5,7 +5,7 @@ Letters: B batch, T time, S cache slots, V vocabulary, D model, L layers, F half
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -79,6 +79,19 @@ def init(config: DecoderConfig, key: Key[Array, ""], dtype=jnp.float32) -> Weigh
     return weights
 
 
+def split_layers(config: DecoderConfig, weights: Mapping[str, Any]) -> tuple[dict, list[dict]]:
+    """The tensors outside the layers by name, and each layer's by their names within it."""
+    rest: dict = {}
+    layers: list[dict] = [{} for _ in range(config.num_hidden_layers)]
+    for name, value in weights.items():
+        match = LAYER.fullmatch(name)
+        if match is None:
+            rest[name] = value
+        else:
+            layers[int(match[1])][match[2]] = value
+    return rest, layers
+
+
 def structure(leaf) -> tuple:
     """What must agree for two layers' tensors to be stacked."""
     spec = leaf.spec if isinstance(leaf, QuantizedTensor) else None
@@ -90,24 +103,16 @@ def stack(config: DecoderConfig, weights: Mapping[str, Any]) -> Stacked:
 
     Adapters ("...q_proj.lora_A") may be among the weights; `partition` takes them out again.
     """
-    rest: dict = {}
-    by_layer: list[dict] = [{} for _ in range(config.num_hidden_layers)]
-    for name, value in weights.items():
-        match = LAYER.fullmatch(name)
-        if match is None:
-            rest[name] = jax.tree.map(jnp.asarray, value)
-        else:
-            by_layer[int(match[1])][match[2]] = value
+    rest, layers = split_layers(config, weights)
+    alike = lambda layer: {name: structure(value) for name, value in layer.items()}  # noqa: E731
     runs: list[list[dict]] = []
-    for layer in by_layer:
-        alike = runs and {n: structure(v) for n, v in runs[-1][0].items()} == {
-            n: structure(v) for n, v in layer.items()
-        }
-        if alike:
+    for layer in layers:
+        if runs and alike(layer) == alike(runs[-1][0]):
             runs[-1].append(layer)
         else:
             runs.append([layer])
-    return Stacked(rest, [jax.tree.map(lambda *leaves: jnp.stack(leaves), *run) for run in runs])
+    stacked = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *run) for run in runs]
+    return Stacked(jax.tree.map(jnp.asarray, rest), stacked)
 
 
 def unstack(config: DecoderConfig, stacked: Stacked) -> Weights:
@@ -282,12 +287,3 @@ def extend(
     layers = dataclasses.replace(cache.layers, start=starts)
     x, layers = run_layers(config, stacked, x, view, layers)
     return final_norm(config, stacked, x), Cache(layers, key_positions, key_segments, cache.start + tokens.shape[1])
-
-
-def iterate_blocks(config: DecoderConfig, weights: Weights) -> Iterator[tuple[int, dict]]:
-    """The layers one by one: (index, names within the layer -> tensors)."""
-    by_layer: list[dict] = [{} for _ in range(config.num_hidden_layers)]
-    for name, value in weights.items():
-        if match := LAYER.fullmatch(name):
-            by_layer[int(match[1])][match[2]] = value
-    yield from enumerate(by_layer)

@@ -1,12 +1,14 @@
 """A model as it lies on disk, checked: config, weights, adapters, and the files that travel along."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from compress.models import read_config
@@ -48,9 +50,9 @@ class Model:
         """What `export` writes: the weights without the adapters."""
         return Checkpoint(self.hf, self.weights, self.files)
 
-    @property
+    @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
+        """The model's tokenizer, read when it is first asked for.
 
         Raises:
           ArtifactError: it cannot be read, or has more ids than the embedding has rows. Ids that were added to its own
@@ -75,10 +77,10 @@ class Model:
         weights = merge_adapters(self.weights, self.adapters.weights, self.adapters.scale)
         return dataclasses.replace(self, weights=weights, adapters=None)
 
-    def dequantized(self, dtype: str = "float32") -> "Model":
-        """This model with every tensor an array of `dtype`; adapters stay apart."""
+    def dequantized(self) -> "Model":
+        """This model with every quantized tensor as float32; adapters stay apart."""
         weights: Weights = {
-            name: np.asarray(value.dequantize(DTYPES[dtype]) if isinstance(value, QuantizedTensor) else value)
+            name: np.asarray(value.dequantize(np.float32) if isinstance(value, QuantizedTensor) else value)
             for name, value in self.weights.items()
         }
         return dataclasses.replace(self, weights=weights)
@@ -159,6 +161,11 @@ def _cast(name: str, value: Any, dtype: str) -> np.ndarray:
 def to_host(weights: Mapping[str, Any]) -> dict[str, Any]:
     """The same tensors in NumPy."""
     return {name: jax.tree.map(np.asarray, value) for name, value in weights.items()}
+
+
+def cast(weights: Mapping[str, Any], dtype: Any) -> Weights:
+    """The float tensors as JAX arrays of `dtype`, quantized ones as they are."""
+    return {n: v if isinstance(v, QuantizedTensor) else jnp.asarray(v, dtype) for n, v in weights.items()}
 
 
 def save(model: Model, folder: Path, facts: Mapping[str, Any] | None = None) -> None:

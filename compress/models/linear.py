@@ -41,11 +41,7 @@ def dense(weight: Array | QuantizedTensor, dtype) -> Array:
 
 def rows(weight: Array | QuantizedTensor, ids: Int[Array | np.ndarray, "..."], dtype) -> Float[Array, "... I"]:
     """Rows of a weight [O, I]; of a quantized one only those asked for are dequantized."""
-    if isinstance(weight, QuantizedTensor):
-        zero = None if weight.zero is None else weight.zero[ids]
-        weight = dataclasses.replace(weight, packed=weight.packed[ids], scale=weight.scale[ids], zero=zero)
-        return jnp.asarray(weight.dequantize(dtype))
-    return weight[ids].astype(dtype)
+    return dense(jax.tree.map(lambda leaf: leaf[ids], weight), dtype)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["keys"], meta_fields=["rate"])

@@ -47,7 +47,7 @@ class Calibrated:
 def capture(config: DecoderConfig, weights: dict, x: Float[Array, "B T D"], data, batch: Batch):
     """A layer's output, and for each distinct input of its linears the sum of x x^T over real tokens [I, I]."""
     block, (y, _) = run_block(config, weights, x, data, view_of(batch))
-    real = batch.segments.reshape(-1) > 0
+    real = jnp.asarray(batch.segments).reshape(-1) > 0
     inputs: dict[int, tuple[list[str], Array]] = {}
     for path, module in nnx.iter_modules(block):
         if hasattr(module, "input"):
@@ -152,8 +152,8 @@ def run_quantized(config, layer: dict, states: list[Array], targets: list[Array]
     outputs, total = [], SquaredError("layer", 0.0, 0.0, 0, 0.0)
     for x, y, batch in zip(states, targets, batches, strict=True):
         actual = output(config, layer, x, data, batch)
-        flat = (value.reshape(-1, config.hidden_size) for value in (y, actual))
-        total += layer_error("layer", *flat, np.asarray(batch.segments).reshape(-1) > 0)
+        wanted, found = (value.reshape(-1, config.hidden_size) for value in (y, actual))
+        total += layer_error("layer", wanted, found, np.asarray(batch.segments).reshape(-1) > 0)
         outputs.append(actual)
     return outputs, total
 
