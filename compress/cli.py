@@ -1,10 +1,13 @@
 """The command line: resolve settings, call the stage, print what it returns. Work is imported only where it is done."""
 
+import contextlib
 import errno
 import json
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -190,7 +193,7 @@ def _common_parameters() -> list[click.Parameter]:
 
 def _run_stage(name: str, /, **given: Any) -> int:
     from compress.keys import keys
-    from compress.locate import located
+    from compress.locate import check_apart, inputs, located
     from compress.options import flag_of, given_flags
     from compress.schema import Recipe
 
@@ -209,6 +212,7 @@ def _run_stage(name: str, /, **given: Any) -> int:
         from export.atomic import check_output
 
         check_output(out, force)
+        check_apart(out, [*inputs(settings), *([given["recipe"]] if given["recipe"] else [])])
     common = _common(recipe, out, force, uses_jax=name != "gate")
     return _finish(_function(stage.function)(settings, common), given["as_json"])
 
@@ -291,7 +295,8 @@ _add_commands()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; a user's mistake is one line, a bug keeps its traceback."""
     try:
-        code = commands.main(args=argv, prog_name="compress", standalone_mode=False)
+        with _stopped_by_sigterm():
+            code = commands.main(args=argv, prog_name="compress", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         error.show()
@@ -306,6 +311,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             click.echo(f"error: {' '.join(_said(error).split())}", err=True)
         return code
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """A scheduler's SIGTERM ends the command as Ctrl-C does, so that nothing half-written is left."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may be told of signals
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _said(error: Exception) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,29 @@ def located(settings: Any) -> Any:
         if key.metadata.get("model") and value is not None and not re.fullmatch(key.metadata.get("unless", ""), value):
             found[name] = str(locate(value))
     return dataclasses.replace(settings, **found)
+
+
+def check_apart(out: Path, read: Iterable[Path]) -> None:
+    """Refuse an output that would replace, under --force, what the command reads.
+
+    Raises:
+      RecipeError: something of `read` is `out`, or lies in it.
+    """
+    place = os.path.realpath(out)
+    for path in read:
+        if Path(os.path.realpath(path)).is_relative_to(place):
+            raise RecipeError(f"{out}: holds {path}, which is read; give another --out")
+
+
+def inputs(settings: Any) -> list[Path]:
+    """Every file and folder that the settings name."""
+    found = []
+    for name, key in keys(type(settings)).items():
+        value = getattr(settings, name)
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, Path) or (key.metadata.get("model") and item and Path(item).exists()):
+                found.append(Path(item))
+    return found
 
 
 def cache(environment: Mapping[str, str]) -> Path:

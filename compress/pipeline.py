@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,11 @@ from eval.preference import PairScores
 from eval.report import Curve, ErrorRow, Generation, Report, from_json
 from eval.report import to_json as report_to_json
 from export.atomic import atomic_folder
+from export.errors import OutputExists
 
+EVENTS = "events.jsonl"
+# What a run writes, beside a folder for each stage.
+WRITTEN = ("recipe.toml", "report.json", "report.html", "report.md", "artifact", QUARANTINE)
 PROMPTS = 3
 PROMPT_WORDS = 12
 
@@ -52,10 +57,11 @@ def run(recipe: Recipe, common: Common) -> dict[str, Any]:
 
     Raises:
       RecipeError: the recipe lacks what a stage needs; before any stage runs.
+      OutputExists: the folder is not a run's, and holds what a run would replace.
     """
     assert common.out is not None
     work = Run(recipe, common)
-    common.out.mkdir(parents=True, exist_ok=True)
+    work.claim()
     put(common.out / "recipe.toml", to_toml(recipe))
     for name in work.stages:
         work.run_stage(name)
@@ -105,6 +111,20 @@ class Run:
     def export_folder(self, name: str) -> Path:
         """Where one exported format lies."""
         return self.folder / "export" / name
+
+    def claim(self) -> None:
+        """Make the folder, or take it where an earlier run has left its events: a run replaces without asking.
+
+        Raises:
+          OutputExists: it holds something of somebody else's that the run would replace.
+        """
+        events = self.folder / EVENTS
+        if not events.exists():
+            taken = [name for name in (*self.stages, *WRITTEN) if os.path.lexists(self.folder / name)]
+            if taken:
+                raise OutputExists(f"{self.folder}: holds {', '.join(taken)}, and no run's events; give another --out")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            events.touch()
 
     def run_stage(self, name: str) -> None:
         """Run a stage, unless it is done and nothing that it reads has changed."""
@@ -163,7 +183,7 @@ class Run:
     def event(self, stage: str, what: str, **facts: Any) -> None:
         """Append a line to events.jsonl."""
         line = {"seconds": round(time.monotonic() - self.began, 3), "stage": stage, "event": what, **facts}
-        with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
+        with (self.folder / EVENTS).open("a", encoding="utf-8") as file:
             file.write(to_json(line, indent=None) + "\n")
 
     def hear(self, stage: str, done: int, total: int, **figures: float) -> None:

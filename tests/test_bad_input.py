@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import struct
 from pathlib import Path
 
@@ -320,6 +321,26 @@ def test_an_evaluation_that_does_not_fit_into_memory(fails):
     fails("eval --model good --data text.jsonl --window 1000000 --out r.json", 5, "emory")
 
 
+def test_a_run_takes_no_folder_with_files_of_somebody_else(tmp_path, fails):
+    recipe = '[quantize]\nmodel = "../good"\nmethod = "rtn"\ngroup_size = 32\n'
+    (tmp_path / "mine/quantize").mkdir(parents=True)
+    (tmp_path / "mine/quantize/precious").write_text("stays")
+    (tmp_path / "mine/recipe.toml").write_text(recipe)
+    fails("run mine/recipe.toml --out mine --force", 2, "mine: holds quantize, recipe.toml, and no run's events")
+
+
+def test_an_output_that_would_replace_what_is_read(tmp_path, fails):
+    bad_model(tmp_path / "models", lambda entries: entries).rename(tmp_path / "a")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "a").rename(tmp_path / "models/a")
+    (tmp_path / "r.toml").write_text("[quantize]\n")
+    quantize = "quantize --method rtn --group-size 32 --force --model models/a"
+    fails(f"{quantize} --out models/a", 2, "models/a, which is read; give another --out")
+    fails(f"{quantize} --out models", 2, "models: holds", "models/a, which is read")
+    fails(f"{quantize} --recipe r.toml --out r.toml", 2, "r.toml, which is read")
+    fails("eval --model good --data text.jsonl --out text.jsonl --force", 2, "text.jsonl, which is read")
+
+
 def test_gptq_without_calibration(fails):
     fails("quantize --model good --group-size 32 --out out", 2, "--calibration is missing", "--method rtn")
 
@@ -448,9 +469,10 @@ def test_a_full_disk_while_a_report_is_written(tmp_path, monkeypatch, fails):
     fails("eval --model good --data text.jsonl --window 16 --out report.json", 5, "report.json", "No space left")
 
 
-def test_ctrl_c_leaves_what_stood_there(tmp_path, monkeypatch, fails):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_what_stood_there(how, tmp_path, monkeypatch, fails):
     def interrupted(*_, **__):
-        raise KeyboardInterrupt
+        signal.raise_signal(how)
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out/precious").write_text("stays")
