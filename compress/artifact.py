@@ -209,5 +209,12 @@ def artifact_bytes(folder: Path) -> int:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file that this program wrote."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """A JSON file that this program wrote.
+
+    Raises:
+      ArtifactError: somebody has damaged it since.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path}: not valid JSON ({error}); run with --force to make it anew") from error

@@ -4,8 +4,8 @@ A field is a key, or a table where its type is a dataclass (or a dataclass or No
 are bool, int, float, str, Path, Literal, `tuple[T, ...]`, `dict[str, T]`, and any of them or None. Field metadata:
 
     help        one line for `--help` and the schema
-    min, max    inclusive bounds of a number; `above` is an exclusive lower one. An integer has at most 31 bits, where no
-                max says otherwise, and a float is finite.
+    min, max    inclusive bounds of a number; `above` is an exclusive lower one. An integer has at most 31 bits, where
+                no max says otherwise, and a float is finite.
     model       the text names a model: a path if there is one at that place, and otherwise left alone
     unless      a regular expression: text that matches it names no model after all
     chained     in a run the stage before provides it; a command by itself must be given it

@@ -33,6 +33,7 @@ class Tokenizer:
       wants_bos: `add_bos_token` of tokenizer_config.json, else whether the post-processor puts one.
       eos_ids: every id that ends a generation: `eos_id` and those of generation_config.json.
       vocab_size: highest id + 1; a model's embedding may have more rows (padding).
+      rows: of the embedding: an id beyond is refused. `vocab_size` where nobody has said.
       fingerprint: sha256 of what determines ids; equal fingerprints give equal ids.
     """
 
@@ -42,6 +43,7 @@ class Tokenizer:
         backend.no_truncation()
         self._vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._vocabulary.values(), default=-1) + 1
+        self.rows = self.vocab_size
         self.base_size = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         self._names = _special_names(config)
         self.bos_id = self._special_id("bos", generation)
@@ -104,6 +106,16 @@ class Tokenizer:
             return whole[len(first) :]
         newline, whole = self.encode("\n"), self.encode("\n" + text)
         return whole[len(newline) :] if whole[: len(newline)] == newline else self.encode(text)
+
+    def check_rows(self, ids: Sequence[int]) -> None:
+        """Refuse ids that the model has no embedding for.
+
+        Raises:
+          DataError: naming the first of them.
+        """
+        beyond = next((i for i in ids if i >= self.rows), None)
+        if beyond is not None:
+            raise DataError(f"token id {beyond}: the model has {self.rows}")
 
     def with_bos(self, ids: Sequence[int]) -> list[int]:
         """`ids` with exactly one BOS in front if the tokenizer wants one or they have one already."""
@@ -184,9 +196,11 @@ class Tokenizer:
         try:
             with self._lock:  # the switch is the tokenizer's, not the call's
                 self._backend.encode_special_tokens = not special
-                return self._backend.encode(text, add_special_tokens=False)
-        except UnicodeEncodeError:
+                encoding = self._backend.encode(text, add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError):  # which of them depends on the surrogate
             raise DataError("text with a lone surrogate cannot be encoded: it is not valid Unicode") from None
+        self.check_rows(encoding.ids)
+        return encoding
 
     @functools.cached_property
     def _special_literal(self) -> re.Pattern | None:
@@ -282,7 +296,7 @@ def _template(files: dict[str, bytes], config: dict) -> str | None:
 
 def _ids(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [value]
-    return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
+    return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 31]
 
 
 def _bound(files: dict[str, bytes], name: str) -> None:

@@ -438,6 +438,24 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows(tmp_path, fail
     fails("eval --model narrow --data text.jsonl --out r.json", 4, "tokens and the embedding 128 rows")
 
 
+def test_a_token_that_the_model_has_no_embedding_for(tmp_path, fails):
+    folder = bad_model(tmp_path / "odd", lambda entries: entries)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    facts = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    size = len(tokenizer["model"]["vocab"])
+    tokenizer["added_tokens"] += [{"id": id, "content": f"[{id}]", **facts} for id in range(size, 331)]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    fails(["generate", "--model", "odd", "--prompt", "our [325]"], 4, "token id 325: the model has 320")
+    (tmp_path / "ids.jsonl").write_text('{"tokens": [5, 6, 320]}')
+    fails("eval --model odd --data ids.jsonl --out r.json", 4, "ids.jsonl:1: token id 320: the model has 320")
+    (folder / "generation_config.json").write_text(json.dumps({"pad_token_id": 5001, "eos_token_id": [1, 10**30]}))
+    fails("generate --model odd --prompt union", 4, "has the id 5001 and the embedding 320 rows")
+
+
+def test_a_prompt_that_is_no_unicode(fails):
+    fails(["generate", "--model", "good", "--prompt", "a\udcff"], 4, "lone surrogate")
+
+
 def test_an_artifact_that_is_none(fails):
     fails("verify good", 4, "no manifest.json; only what compress exported can be verified")
     fails("verify text.jsonl", 4, "not a folder")

@@ -43,8 +43,7 @@ def example(row: Row, tokenizer: Tokenizer) -> Example:
     if row.kind == "text":
         return _text(tokenizer.with_bos(tokenizer.encode(values["text"])))
     if row.kind == "tokens":
-        if max(values["tokens"]) >= tokenizer.vocab_size:
-            raise DataError(f"token id {max(values['tokens'])}: the vocabulary has {tokenizer.vocab_size}")
+        tokenizer.check_rows(values["tokens"])
         return _text(tokenizer.with_bos(values["tokens"]))
     if row.kind == "completion":
         return answer(values["prompt"], values["completion"], tokenizer)

@@ -64,6 +64,13 @@ class Model:
             raise ArtifactError(
                 f"the tokenizer has {found.base_size} tokens and the embedding {rows} rows; they differ"
             )
+        found.rows = min(found.rows, self.config.vocab_size)
+        named = [i for i in (found.bos_id, found.eos_id, found.pad_id) if i is not None]
+        if max(named, default=0) >= self.config.vocab_size:
+            raise ArtifactError(
+                f"the tokenizer's BOS, EOS or padding has the id {max(named)} and the embedding "
+                f"{self.config.vocab_size} rows; they differ"
+            )
         return found
 
     @property
