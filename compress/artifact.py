@@ -18,7 +18,7 @@ from export.atomic import atomic_folder
 from export.card import model_card
 from export.checkpoint import kind
 from export.errors import ArtifactError
-from export.manifest import read_manifest, verify_files, write_manifest
+from export.manifest import MANIFEST, read_manifest, verify_files, write_manifest
 from export.quantized import QuantizedTensor
 
 CARD = "README.md"
@@ -151,7 +151,7 @@ def compare(model: Model, expected: dict[str, Any]) -> float:
     except (KeyError, TypeError, ValueError, OverflowError):
         fits = False
     if not fits or min(tokens.min(), columns.min()) < 0 or max(tokens.max(), columns.max()) >= model.config.vocab_size:
-        raise ArtifactError("manifest.json: its probe does not fit the model; export it anew")
+        raise ArtifactError(f"{MANIFEST}: its probe does not fit the model; export it anew")
     return float(np.abs(run_probe(model, tokens, columns) - wanted).max())
 
 
@@ -165,9 +165,9 @@ def verify(settings: Verify, common: Common) -> dict[str, Any]:
     path = Path(settings.model)
     if not path.is_dir():
         raise ArtifactError(f"{path}: not a folder; give the folder that export wrote")
-    folders = [path] if (path / "manifest.json").exists() else sorted(p.parent for p in path.glob("*/manifest.json"))
+    folders = [path] if (path / MANIFEST).exists() else sorted(found.parent for found in path.glob(f"*/{MANIFEST}"))
     if not folders:
-        raise ArtifactError(f"{path}: no manifest.json; only what compress exported can be verified")
+        raise ArtifactError(f"{path}: no {MANIFEST}; only what compress exported can be verified")
     return {"verified": {folder.name: verify_folder(folder, settings.reference) for folder in folders}}
 
 

@@ -138,10 +138,6 @@ class Tokenizer:
         parts["bos"] = self.bos_id if self.wants_bos else None
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template_source is not None
-
     def chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, now: datetime.datetime | None = None
     ) -> str:

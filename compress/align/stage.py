@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from compress.models.folder import Model, cast, load, save, to_host
 from compress.models.lora import init_adapters, is_adapter, with_adapters
 from compress.quantize.preflight import require_fit
 from compress.quantize.quantizers import QUANTIZERS
+from compress.record import TRACE
 from compress.settings import Common
 from compress.train.course import fit_settings, held_out, mesh_of_devices, reporter, validator
 from compress.train.fit import fit, mean_of
@@ -27,7 +29,6 @@ from export.atomic import atomic_folder
 from export.peft import Adapters
 from export.quantized import QuantizedTensor, QuantSpec
 
-TRACE = "training.json"
 PAIRS = "preference.json"
 
 
@@ -117,7 +118,7 @@ class Trainer:
     def train(self):
         """The trained adapters and their trace."""
         batches = self.batches(self.rows)
-        self.checks = held_out(self.batches(self.valid, epochs=1, shuffle=False))
+        self.checks = held_out(partial(self.batches, self.valid), self.settings)
         if self.is_preference:
             self.checks = list(self.reference.fill(self.checks))
         plan = fit_settings(self.settings, batches, self.common.seed)

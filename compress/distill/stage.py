@@ -1,6 +1,7 @@
 """The distill stage: a teacher and a student in, a student that predicts like its teacher out."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,13 +16,12 @@ from compress.distill.student import make_student
 from compress.errors import RecipeError
 from compress.models.decoder import stack, unstack
 from compress.models.folder import Model, load, parameter_count, save, to_host
+from compress.record import TRACE
 from compress.settings import Common
 from compress.tokenizer import same_tokenizer
 from compress.train.course import fit_settings, held_out, mesh_of_devices, reporter, validator
 from compress.train.fit import Trace, fit
 from export.atomic import atomic_folder
-
-TRACE = "training.json"
 
 
 def run(settings: Distill, common: Common) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def distill(
     shape: dict[str, Any] = {"size": settings.global_batch, "length": settings.sequence_length, "seed": common.seed}
     tokenizer = teacher.tokenizer
     batches = Batches(rows, tokenizer, **shape)
-    checks = held_out(Batches(valid, tokenizer, **shape, epochs=1, shuffle=False))
+    checks = held_out(partial(Batches, valid, tokenizer, **shape), settings)
     plan = fit_settings(settings, batches, common.seed)
 
     loss = distillation_loss(

@@ -32,6 +32,8 @@ class Course(Protocol):
     @property
     def weight_decay(self) -> float: ...
     @property
+    def sequence_length(self) -> int: ...
+    @property
     def global_batch(self) -> int: ...
     @property
     def per_device_batch(self) -> int | None: ...
@@ -54,9 +56,15 @@ def fit_settings(course: Course, batches: Batches, seed: int) -> FitSettings:
     )
 
 
-def held_out(batches: Batches) -> list[Any]:
-    """The first batches of one pass over held-out data, kept for every validation."""
-    kept = list(itertools.islice(batches, VALIDATION_BATCHES))
+def held_out(make: Callable[..., Batches], course: Course) -> list[Any]:
+    """The first batches of one pass over held-out data, kept for every validation; the rest of it is not read.
+
+    Args:
+      make: makes batches of the held-out rows with the keywords of `Batches`.
+    """
+    # A pair fills two rows at most, so this many tokens always make the batches.
+    enough = 2 * VALIDATION_BATCHES * course.global_batch * course.sequence_length
+    kept = list(itertools.islice(make(epochs=1, shuffle=False, buffer=enough), VALIDATION_BATCHES))
     if not kept:
         raise DataError("no held-out rows to validate on; give more data, or a file of them with --valid")
     return kept
