@@ -33,7 +33,7 @@ from compress.models.folder import Model, load
 from compress.preflight import preflight
 from compress.quantize import stage as quantize
 from compress.recipe import to_dict, to_toml
-from compress.record import RECORD, VERSION, contents_of, hash_of, read_record
+from compress.record import RECORD, TRACE, VERSION, contents_of, hash_of, read_record
 from compress.release import put, release, withdraw, write_reports
 from compress.schema import Recipe
 from compress.settings import Common, Data, Eval, Export
@@ -163,7 +163,7 @@ class Run:
 
     def trace(self, name: str) -> dict[str, Any]:
         """The steps and validations of a stage that trains."""
-        path = self.folder / name / distill.TRACE
+        path = self.folder / name / TRACE
         return read_json(path) if path.exists() else {}
 
     def key(self, name: str) -> str:
@@ -218,18 +218,14 @@ class Run:
         assert common.out is not None and settings.model is not None
         models = self.models(settings)
         held_out = open_windows(models, settings, common)
-        parts: dict[str, Any] = {"evidence": {}}
-        if "align" in self.stages and "quantize" in self.stages:
-            kept = retention(load(self.folder / "align"), models[metrics.CANDIDATE], held_out, common)
-            parts["evidence"]["retention"] = kept
-            pairs = self.folder / "align" / align.PAIRS
-            if pairs.exists():
-                columns = read_json(pairs)
-                beta = columns.pop("beta")
-                scores = {name: np.asarray(values) for name, values in columns.items()}
-                parts["evidence"]["preference"] = {"aligned": PairScores(**scores, beta=beta)}
+        evidence: dict[str, Any] = {}
+        if "align" in self.stages:
+            evidence["preference"] = self.preference()
+            if "quantize" in self.stages:
+                landed = models[metrics.CANDIDATE]
+                evidence["retention"] = retention(load(self.folder / "align"), landed, held_out, common)
         story = self.story(models, settings)
-        report = measure(models, held_out, common, name=self.recipe.name or "run", **parts, **story)
+        report = measure(models, held_out, common, name=self.recipe.name or "run", evidence=evidence, **story)
         with atomic_folder(common.out, force=True) as folder:
             (folder / "report.json").write_text(report_to_json(report), encoding="utf-8")
             skipped = keep_quarantine(folder, held_out.rows)
@@ -248,10 +244,20 @@ class Run:
         if teacher:
             found[metrics.TEACHER] = load(teacher).merged().dequantized()
         if "distill" in self.stages:
-            spec = self.settings["distill"].student
-            found[metrics.CUT] = make_student(spec, found[metrics.TEACHER], seed=self.common.seed)
+            spec, source = self.settings["distill"].student, self.settings["distill"].teacher
+            whole = found[metrics.TEACHER] if teacher == source else load(source).merged().dequantized()
+            found[metrics.CUT] = make_student(spec, whole, seed=self.common.seed)
             found[metrics.DISTILLED] = load(self.folder / "distill")
         return found
+
+    def preference(self) -> dict[str, PairScores]:
+        """What the align stage has kept of its held-out pairs; nothing of other rows."""
+        pairs = self.folder / "align" / align.PAIRS
+        if not pairs.exists():
+            return {}
+        columns = read_json(pairs)
+        beta = columns.pop("beta")
+        return {"aligned": PairScores(**{name: np.asarray(values) for name, values in columns.items()}, beta=beta)}
 
     def story(self, models: dict[str, Model], settings: Eval) -> dict[str, Any]:
         """What else the report tells: curves, layer errors, generations, the artifacts' checks."""
