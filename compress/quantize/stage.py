@@ -92,8 +92,7 @@ def calibration_rows(settings: Quantize, common: Common) -> list[Rows]:
 def calibration_batches(parent: Model, rows: Rows, share: int, settings: Quantize, seed: int) -> list[Batch]:
     """The first `share` tokens of a calibration text, packed."""
     size = max(1, min(4, share // settings.sequence_length))
-    batches = Batches(
-        rows, parent.tokenizer, size=size, length=settings.sequence_length, seed=seed, epochs=1, shuffle=False
-    )
+    shape: dict[str, Any] = {"size": size, "length": settings.sequence_length, "buffer": share}
+    batches = Batches(rows, parent.tokenizer, **shape, seed=seed, epochs=1, shuffle=False)
     wanted = max(1, share // (size * settings.sequence_length))
     return list(itertools.islice(batches, wanted))
