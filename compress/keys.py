@@ -96,6 +96,8 @@ def convert(value: Any, key: Key, base: Path) -> Any:
     """
     try:
         found = _convert(value, key.hint, base, bool(key.metadata.get("model")))
+    except OverflowError:  # an integer of 400 digits as a float
+        raise ValueError("must be finite") from None
     except TypeError:
         hope = did_you_mean(value, _choices(kind_of(key.hint))) if isinstance(value, str) else ""
         raise ValueError(f"expected {expected(kind_of(key.hint))}{hope}") from None

@@ -4,7 +4,7 @@ A rule passes only on evidence. What is missing, not finite, contradictory or to
 """
 
 import dataclasses
-import math
+import sys
 import tomllib
 from typing import Any, Literal
 
@@ -237,7 +237,7 @@ def _rule(table: dict[str, Any], where: str) -> Rule:
 
 def _check_type(key: str, value: Any, where: str) -> None:
     if key in ("limit", "warn"):
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         wanted = "a finite number"
     elif key == "bound":
         good, wanted = isinstance(value, str) and value in _WORD, "'max' or 'min'"

@@ -101,8 +101,8 @@ def read(path: str | os.PathLike) -> Adapters:
         if config.get(key) and config[key] != unused:
             raise ArtifactError(f"{where}: {key} = {str(config[key])[:80]} is not read, only {unused!r}")
     rank, alpha, dropout = (config.get(key, 0) for key in ("r", "lora_alpha", "lora_dropout"))
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or type(dropout) not in (int, float):
-        raise ArtifactError(f"{where}: r must be a positive integer, lora_alpha and lora_dropout numbers")
+    if type(rank) is not int or rank < 1 or not _is_number(alpha) or not _is_number(dropout):
+        raise ArtifactError(f"{where}: r must be a positive integer, lora_alpha and lora_dropout finite numbers")
     if not os.path.lexists(folder / WEIGHTS):
         pickles = [entry.name for entry in folder.iterdir() if entry.name.endswith(PICKLES)]
         what = f"{pickles[0]} is a pickle, which is never opened; convert it to" if pickles else "no"
@@ -115,6 +115,10 @@ def read(path: str | os.PathLike) -> Adapters:
     adapters = Adapters(weights, rank, float(alpha), float(dropout), str(config.get("base_model_name_or_path") or ""))
     _check(adapters, str(folder / WEIGHTS))
     return adapters
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e30  # type: ignore[arg-type]  # so NaN is none
 
 
 def _check(adapters: Adapters, where: str) -> None:

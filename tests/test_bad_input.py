@@ -397,6 +397,10 @@ def test_adapters_are_not_exported_to_gguf(shared, tmp_path, fails):
     halves = [(f"{name}.lora_A.weight", np.ones((2, 64))), (f"{name}.lora_B.weight", np.ones((64, 2)))]
     raw_safetensors(folder / "adapter_model.safetensors", halves)
     fails("export --model adapted --format gguf --out out", 4, "has adapters; quantize it first")
+    for alpha in ("NaN", "Infinity", "9" * 400, '"4"'):
+        (folder / "adapter_config.json").write_text(f'{{"peft_type": "LORA", "r": 2, "lora_alpha": {alpha}}}')
+        fails("generate --model adapted --prompt x", 4, "lora_alpha and lora_dropout finite numbers")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     halves[1][1][5, 1] = np.nan
     raw_safetensors(folder / "adapter_model.safetensors", halves)
     fails("export --model adapted --format safetensors --out out", 4, "adapted", "NaN or Inf in")
@@ -410,6 +414,7 @@ def test_adapters_are_not_exported_to_gguf(shared, tmp_path, fails):
         ('metric = "kl_men"\nbound = "max"\nlimit = 1', "no metric 'kl_men'; did you mean 'kl_mean'"),
         ('metric = "kl_mean"\nbound = "max"\nlimit = nan', "limit = nan: expected a finite number"),
         ('metric = "kl_mean"\nbound = "max"\nlimit = 1', "needs a baseline"),
+        (f'metric = "kl_mean"\nbound = "max"\nlimit = {"9" * 400}', "expected a finite number"),
         ("limit = " + "[" * 5000, "maximum recursion depth"),
         ("limit = " + "9" * 5000, "Exceeds the limit"),
     ],

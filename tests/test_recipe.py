@@ -81,6 +81,7 @@ def test_an_empty_table_takes_its_defaults_or_names_what_is_missing(tmp_path):
         ("heat = 0", r"heat = 0: must be above 0"),
         ("heat = nan", r"heat = NaN: must be above 0"),
         ("heat = inf", r"heat = Infinity: must be finite"),
+        (f"heat = {'9' * 400}", r"heat = 9+: must be finite"),
         ("rest = 2147483648", r"rest = 2147483648: must be at most 2147483647"),
         ("rest = 99999999999999999999", r"rest = 99999999999999999999: must be at most"),
         ('book = "a\\u0000b"', r"a path cannot hold a NUL character"),
