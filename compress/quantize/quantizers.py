@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from compress.quantize.gptq import gptq
-from compress.quantize.grid import CLIP_STEPS
 from compress.quantize.rtn import rtn
 from export.quantized import QuantizedTensor
 
@@ -15,12 +14,12 @@ class Quantizer(NamedTuple):
     Attributes:
       quantize: `(w, spec, *, hessian=None, **settings) -> QuantizedTensor`.
       calibrated: whether it needs a Hessian, and so calibration data.
-      settings: the keywords that it takes, with their defaults.
+      settings: keys of the [quantize] table that it takes as keywords.
     """
 
     quantize: Callable[..., QuantizedTensor]
     calibrated: bool
-    settings: dict[str, object]
+    settings: tuple[str, ...] = ()
 
 
 def _rtn(w, spec, *, hessian=None, **settings):
@@ -32,6 +31,6 @@ def _gptq(w, spec, *, hessian, **settings):
 
 
 QUANTIZERS: dict[str, Quantizer] = {
-    "rtn": Quantizer(_rtn, calibrated=False, settings={"clip_steps": CLIP_STEPS}),
-    "gptq": Quantizer(_gptq, calibrated=True, settings={"damp": 0.01, "act_order": "static", "clip_steps": CLIP_STEPS}),
+    "rtn": Quantizer(_rtn, calibrated=False),
+    "gptq": Quantizer(_gptq, calibrated=True, settings=("damp",)),
 }

@@ -8,7 +8,6 @@ from typing import Any
 from compress.data.batch import Batch
 from compress.data.batches import Batches
 from compress.data.rows import Rows, keep_quarantine
-from compress.models.decoder import linears
 from compress.models.folder import Model, architecture, load, save, to_host
 from compress.quantize.calibrate import quantize_model
 from compress.quantize.preflight import check_settings
@@ -45,9 +44,9 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
         "bits": settings.bits,
         "group_size": settings.group_size,
         "symmetric": settings.symmetric,
-        "tensors": {"quantized": len(packed), "of": len(linears(parent.config))},
+        "tensors": {"quantized": len(packed), "of": sum(value.ndim == 2 for value in parent.weights.values())},
         "bytes": sum(value.nbytes for value in packed),
-        **({"rows": {path.paths[0].name: path.quarantine.counts() for path in rows}} if rows else {}),
+        **({"rows": {str(text.paths[0]): text.quarantine.counts() for text in rows}} if rows else {}),
         **skipped,
     }
 
@@ -77,7 +76,7 @@ def quantize(parent: Model, rows: list[Rows], settings: Quantize, common: Common
         settings.method,
         embedding_bits=settings.embedding_bits,
         fallback_group_size=settings.fallback_group_size,
-        settings={"damp": settings.damp} if "damp" in method.settings else {},
+        settings={name: getattr(settings, name) for name in method.settings},
         progress=common.progress,
     )
     return Result(dataclasses.replace(parent, weights=to_host(found.weights)), found.layers)
