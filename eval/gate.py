@@ -9,7 +9,7 @@ import tomllib
 from typing import Any, Literal
 
 from eval.errors import EvidenceError
-from eval.metrics import CANDIDATE, METRICS
+from eval.metrics import CANDIDATE, METRICS, PARENT, TEACHER
 from eval.report import Measurement, Report, finite, sound
 from eval.schema import did_you_mean
 
@@ -252,7 +252,7 @@ def _check_type(key: str, value: Any, where: str) -> None:
 def _check_rule(rule: Rule, where: str) -> None:
     if rule.metric not in METRICS:
         raise EvidenceError(f"{where}: no metric '{rule.metric[:100]}'{did_you_mean(rule.metric, METRICS)}")
-    if rule.baseline not in (None, "parent", "teacher"):
+    if rule.baseline not in (None, PARENT, TEACHER):
         raise EvidenceError(f"{where}: baseline = '{rule.baseline[:60]}': expected 'parent' or 'teacher'")
     if METRICS[rule.metric].versus != (rule.baseline is not None):
         wanted = "needs a baseline" if METRICS[rule.metric].versus else "has no baseline"
