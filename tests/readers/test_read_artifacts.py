@@ -1,0 +1,131 @@
+"""Every family in every format, read by an engine that is not ours: it computes the logits that `compress` computes.
+
+One's own reader hides one's own mistakes, so here each writer meets the format's owner. A family of `MODELS` without
+an example, or a format of `FORMATS` without a reader, fails.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.engines import llama_cpp, transformers
+from compress.models import MODELS
+from export import FORMATS
+from export.checkpoint import Checkpoint
+from tests.readers.examples import FAMILIES, LENGTH, checkpoint, expected
+
+pytestmark = pytest.mark.filterwarnings("ignore:You passed .quantization_config")  # which is how zero points are read
+
+
+def by_transformers(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    return transformers(folder)(tokens)
+
+
+def by_llama_cpp(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    return llama_cpp(folder / "model.gguf", LENGTH)(tokens)
+
+
+def by_orbax(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """Restored by plain orbax-checkpoint, with nothing of ours; transformers then computes."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.restore(folder.resolve() / "orbax")
+    config = json.loads((folder / "config.json").read_text())
+    specs = json.loads((folder / "quantization.json").read_text()) if (folder / "quantization.json").exists() else {}
+    state = {}
+    for name, value in tree.items():
+        if name in specs:
+            bits, size = specs[name]["bits"], specs[name]["group_size"]
+            packed = np.asarray(value["packed"])
+            codes = packed if bits == 8 else np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+            zero = np.asarray(value.get("zero", np.full(value["scale"].shape, 2 ** (bits - 1))), np.float32)
+            groups = codes.reshape(*zero.shape, size) - zero[..., None]
+            value = (groups * np.asarray(value["scale"], np.float32)[..., None]).reshape(codes.shape)
+        state[name] = torch.tensor(np.asarray(value, np.float32))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert set(missing) <= ({"lm_head.weight"} if config["tie_word_embeddings"] else set())
+    with torch.no_grad():
+        return model(torch.tensor(tokens[None])).logits[0].numpy()
+
+
+class Row(NamedTuple):
+    """What is written, by whom it is read, and how far its logits may be off, as a share of ours' spread.
+
+    `limit` is the bound of the mean difference; that of the largest one is LARGEST times it.
+    """
+
+    format: str
+    kind: str
+    engine: Callable[[Path, np.ndarray], np.ndarray]
+    limit: float
+    options: dict[str, Any] = {}
+
+
+LARGEST = 20
+EXACT = 1e-4 / LARGEST
+# llama.cpp looks GELU up in a float16 table, and rounds what a layer is given to the type of its weights.
+GELU, HALF, BYTE = 1e-3, 3e-3, 0.08
+ROWS = [
+    Row("safetensors", "float", by_transformers, EXACT),
+    Row("compressed-tensors", "int4", by_transformers, EXACT),
+    Row("compressed-tensors", "int4 asymmetric", by_transformers, EXACT),
+    Row("compressed-tensors", "several", by_transformers, EXACT),
+    Row("gguf", "float", by_llama_cpp, EXACT, {"float_type": "F32"}),
+    Row("gguf", "float", by_llama_cpp, HALF, {"float_type": "F16"}),
+    Row("gguf", "float", by_llama_cpp, BYTE, {"float_type": "Q8_0"}),
+    Row("gguf", "int4", by_llama_cpp, BYTE),
+    Row("gguf", "int4 asymmetric", by_llama_cpp, BYTE),
+    Row("gguf", "several", by_llama_cpp, BYTE),
+    Row("orbax", "float", by_orbax, EXACT),
+    Row("orbax", "int4 asymmetric", by_orbax, EXACT),
+    Row("orbax", "several", by_orbax, EXACT),
+]
+
+
+def errors(row: Row, case: str, written: Checkpoint, folder: Path) -> np.ndarray:
+    """Differences of what the engine computes of `written` to what we compute of the example."""
+    FORMATS[row.format].write(written, folder, **row.options)
+    tokens, want = expected(case, row.kind)
+    assert want.std() > 0.5
+    return np.abs(row.engine(folder, tokens) - want) / want.std()
+
+
+def test_every_family_has_an_example_and_every_format_a_reader():
+    assert {case.split("-")[0] for case in FAMILIES} == set(MODELS)
+    assert {row.format for row in ROWS} == set(FORMATS)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join((row.format, row.kind, *row.options.values())))
+def test_an_independent_engine_computes_our_logits(row, case, tmp_path):
+    found = errors(row, case, checkpoint(case, row.kind), tmp_path)
+    limit = max(row.limit, GELU) if row.format == "gguf" and "gemma" in case else row.limit
+    assert found.mean() < limit
+    assert found.max() < LARGEST * limit
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.kind == "int4"], ids=lambda row: row.format)
+def test_two_heads_in_the_wrong_order_would_be_seen(row, tmp_path):
+    right = checkpoint("qwen3", row.kind)
+    name = "model.layers.3.self_attn.q_proj.weight"
+    tensor = right.weights[name]
+    rows = np.arange(tensor.shape[0]).reshape(4, 32)[[1, 0, 2, 3]].reshape(-1)
+    wrong = dataclasses.replace(tensor, packed=tensor.packed[rows], scale=tensor.scale[rows])
+    written = dataclasses.replace(right, weights={**right.weights, name: wrong})
+    assert errors(row, "qwen3", written, tmp_path).mean() > row.limit
+
+
+def test_transformers_reads_a_folder_in_shards(tmp_path):
+    FORMATS["safetensors"].write(checkpoint("qwen3"), tmp_path, shard_limit=50_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    tokens, want = expected("qwen3")
+    assert np.abs(by_transformers(tmp_path, tokens) - want).max() < 1e-4 * want.std()
