@@ -1,8 +1,10 @@
 """Chat templates: Jinja written by strangers, so rendered in a sandbox with bounded loops, calls and output."""
 
 import datetime
+import functools
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jinja2
@@ -18,6 +20,9 @@ CALL = 4
 MAX_NUMBER = 1_000_000  # that may be handed to a function, such as range
 MAX_CHARACTERS = 1 << 26  # of one rendering, and of any string that a template builds on the way
 MAX_EXPONENT = 64
+MAX_INDENT = 64  # of tojson
+# Methods that write many characters from few, and that no template needs.
+GROWING = ("expandtabs", "format_map", "translate")
 
 
 class ChatTemplate:
@@ -83,6 +88,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
         self.filters.update(tojson=_tojson, bounded_loop=self._loop, bounded_text=self._text)
+        self.filters.update({name: _bounded_filter(self.filters[name], size) for name, size in GROWTH.items()})
+        self.filters["join"] = _bounded_join(self.filters["join"])
+        del self.globals["lipsum"]
         self.steps = 0
 
     def start(self) -> None:
@@ -101,8 +109,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _text(self, parts: list) -> str:
         return _short("".join(_short(str(part)) for part in parts))
 
+    def is_safe_attribute(self, obj, attr, value):
+        return attr not in GROWING and super().is_safe_attribute(obj, attr, value)
+
     def call(self, context, obj, /, *args, **kwargs):
         self._step(CALL)
+        receiver, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+        if name == "join" and isinstance(receiver, str) and args:
+            args = (_joinable(args[0], receiver), *args[1:])
+        elif isinstance(receiver, str) and name in ("replace", "format"):
+            _fits(GROWTH[name](receiver, *args, **kwargs))
         if any(isinstance(value, int) and value > MAX_NUMBER for value in (*args, *kwargs.values())):
             raise _OutOfBounds(f"it passes a number above {MAX_NUMBER} to a function")
         result = super().call(context, obj, *args, **kwargs)
@@ -115,6 +131,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             for one, other in ((left, right), (right, left)):
                 if hasattr(one, "__len__") and isinstance(other, int) and len(one) * other > MAX_CHARACTERS:
                     raise _OutOfBounds(f"it builds more than {MAX_CHARACTERS} items")
+        if operator == "%" and isinstance(left, str):
+            _fits(_format_size(left, *(right if isinstance(right, tuple) else (right,))))
         result = super().call_binop(context, operator, left, right)
         return _short(result) if isinstance(result, str | list) else result
 
@@ -144,10 +162,75 @@ def _short(value):
     return value
 
 
+def _fits(size: int) -> None:
+    if size > MAX_CHARACTERS:
+        raise _OutOfBounds(f"it builds more than {MAX_CHARACTERS} characters")
+
+
+def _bounded_filter(function: Callable, size: Callable[..., int]) -> Callable:
+    """A filter of Jinja's that first asks how much would come out, by the arguments behind Jinja's own."""
+    own = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @functools.wraps(function)
+    def bounded(*args, **kwargs):
+        _fits(size(*args[own:], **kwargs))
+        return function(*args, **kwargs)
+
+    return bounded
+
+
+def _bounded_join(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def bounded(context, value, d="", attribute=None):
+        return function(context, _joinable(value, str(d)), d, attribute)
+
+    return bounded
+
+
+def _joinable(items: Iterable, separator: str) -> list:
+    """The items, of which the joined text fits."""
+    found, length = [], 0
+    for item in items:
+        found.append(item)
+        length += len(str(item)) + len(separator)
+        _fits(length)
+    return found
+
+
+def _format_size(text: Any, *values: Any, **named: Any) -> int:
+    """The widest field that a format asks for, in its text or by a value."""
+    fields = re.findall(r"%(?:\([^)]*\))?[-#0 +]*[\d.]*|\{[^{}]*\}", str(text))
+    widths = [int(digits[:19]) for field in fields for digits in re.findall(r"\d+", field)]
+    starred = [value for value in (*values, *named.values()) if isinstance(value, int)] if "*" in str(text) else []
+    return max([*widths, *starred], default=0)
+
+
+def _indent_size(text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
+    return str(text).count("\n") * (width if isinstance(width, int) else len(width)) + len(str(text))
+
+
+def _replace_size(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> int:
+    return len(str(text)) + str(text).count(str(old)) * len(str(new))
+
+
+# Filters by name: the characters, or items, that come out at most.
+GROWTH: dict[str, Callable[..., int]] = {
+    "batch": lambda items, linecount=1, *_, **__: linecount,
+    "center": lambda text, width=80: width,
+    "format": _format_size,
+    "indent": _indent_size,
+    "replace": _replace_size,
+    "slice": lambda items, slices=1, *_, **__: slices,
+    "wordwrap": lambda text, *rest, wrapstring=None, **__: len(text) * len(wrapstring or "\n"),
+}
+
+
 def _refuse(message: str) -> None:
     raise DataError(f"chat template: {message}")
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     # Jinja's own filter escapes for HTML, which no model was trained on.
+    if isinstance(indent, int) and indent > MAX_INDENT:
+        raise _OutOfBounds(f"it indents by more than {MAX_INDENT}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

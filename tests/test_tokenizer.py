@@ -206,6 +206,22 @@ def test_a_template_may_refuse_the_messages():
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ 'a'|center(10 ** 9) }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (10 ** 9, 1) }}",
+        "{{ '%1000000000d'|format(1) }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
+        "{{ ('a' * 1000).join(range(99999)|map('string')) }}",
+        "{{ range(99999)|join('a' * 1000) }}",
+        "{{ ('a' * 100000).replace('a', 'b' * 1000) }}",
+        "{{ ('a' * 100000)|replace('a', 'b' * 1000) }}",
+        "{{ ('a\\n' * 10000)|indent(10000) }}",
+        "{{ ('a ' * 1000)|wordwrap(1, wrapstring='b' * 10000) }}",
+        "{{ range(9)|batch(10 ** 9, 'a')|list }}",
+        "{{ range(9999)|list|tojson(indent=10 ** 6) }}",
+        "{{ '\\t'.expandtabs(10 ** 6) }}",
+        "{{ ('a' * 1000).translate({97: 'b' * 10000}) }}",
         "{{ messages.append(1) }}",
         "{{ cycler.__init__.__globals__ }}",
     ],
@@ -215,6 +231,16 @@ def test_a_hostile_template_is_stopped(source, monkeypatch):
     monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1_000_000)
     with pytest.raises(ArtifactError, match="chat template: stopped"):
         ChatTemplate(source).render({"messages": []})
+
+
+def test_filters_of_ordinary_size_are_let_through():
+    source = (
+        "{{ ['a', 'b']|join(', ') }} {{ 'a\\nb'|indent(2) }} {{ '%05.1f %s' % (3, 'x') }} {{ 'x'|center(3) }}"
+        " {{ '{:>3}'.format(7) }} {{ 'aa'.replace('a', 'b') }} {{ messages|map(attribute='role')|join('+') }}"
+        " {{ messages|join('+', attribute='role') }} {{ 'a b'|wordwrap(1)|length }} {{ '%d'|format(1234567890) }}"
+    )
+    rendered = ChatTemplate(source).render({"messages": [{"role": "user"}, {"role": "tool"}]})
+    assert rendered == "a, b a\n  b 003.0 x  x    7 bb user+tool user+tool 3 1234567890"
 
 
 def test_a_template_that_does_not_compile_is_an_artifact_error():
