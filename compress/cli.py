@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import os
 import signal
 import sys
 import threading
@@ -267,7 +268,13 @@ def _finish(result: dict[str, Any], as_json: bool) -> int:
     from compress.display import show, to_json
 
     code = result.pop("exit_code", 0)
-    click.echo(to_json(result)) if as_json else show(result)
+    try:
+        click.echo(to_json(result)) if as_json else show(result)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; the exit code still tells the verdict
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # where the interpreter's last flush goes
+        os.close(nowhere)
     return code
 
 

@@ -461,6 +461,15 @@ def test_a_prompt_that_is_no_unicode(fails):
     fails(["generate", "--model", "good", "--prompt", "a\udcff"], 4, "lone surrogate")
 
 
+def test_a_reader_that_has_gone_does_not_change_the_exit_code(tmp_path, monkeypatch):
+    (tmp_path / "report.json").write_text(to_json(Report("run")))
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        monkeypatch.setattr("sys.stdout", gone)
+        assert cli.main(["gate", str(tmp_path / "report.json"), "--json"]) == 3
+
+
 def test_an_artifact_that_is_none(fails):
     fails("verify good", 4, "no manifest.json; only what compress exported can be verified")
     fails("verify text.jsonl", 4, "not a folder")
