@@ -60,7 +60,7 @@ def summary(report: Report) -> dict[str, Any]:
     """The headline numbers, and the convention that they were measured by."""
     assert report.convention is not None
     return {
-        "measured": {what: f"{value} {interval}".strip() for what, value, interval in to_table(report)},
+        "measured": {what: {"value": value, "interval": interval} for what, value, interval in to_table(report)},
         "convention": dataclasses.asdict(report.convention),
     }
 

@@ -15,6 +15,7 @@ _MARK = {PASS: "✅", WARN: "⚠️", FAIL: "❌", INCONCLUSIVE: "❔", SKIPPED:
 _HEADLINES = (
     ("perplexity", CANDIDATE, None, "perplexity"),
     ("perplexity", PARENT, None, "perplexity of the parent"),
+    ("perplexity", TEACHER, None, "perplexity of the teacher"),
     ("perplexity_increase", CANDIDATE, PARENT, "perplexity over the parent's"),
     ("kl_mean", CANDIDATE, PARENT, "KL to the parent"),
     ("kl_mean", CANDIDATE, TEACHER, "KL to the teacher"),
