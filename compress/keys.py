@@ -196,7 +196,8 @@ def _convert(value: Any, hint: Any, base: Path, model: bool) -> Any:
 
 def _placed(model: str, base: Path) -> str:
     place = base / _expanded(model)
-    return str(place) if model and place.exists() else model
+    surely_a_path = model.endswith(".gguf") or model.count("/") > 1  # so that an error says where it was looked for
+    return str(place) if model and (place.exists() or surely_a_path) else model
 
 
 def _expanded(path: str | Path) -> Path:

@@ -44,7 +44,12 @@ def located(settings: Any) -> Any:
     for name, key in keys(type(settings)).items():
         value = getattr(settings, name)
         if key.metadata.get("model") and value is not None and not re.fullmatch(key.metadata.get("unless", ""), value):
-            found[name] = str(locate(value))
+            try:
+                found[name] = str(locate(value))
+            except RecipeError as error:
+                if "unless" not in key.metadata:
+                    raise
+                raise RecipeError(f"{error}; {name} takes: {key.help}") from None
     return dataclasses.replace(settings, **found)
 
 

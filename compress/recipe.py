@@ -128,6 +128,9 @@ def _find(schema: type, name: str, where: str) -> Key:
 
 def _check_name(schema: type, name: str, where: str) -> None:
     """Raise unless the dotted name leads through tables to a key that is none."""
+    owners = [f"{around}.{name}" for around, key in keys(schema).items() if key.table and name in keys(key.table)]
+    if owners and name not in keys(schema):
+        raise RecipeError(f"{where}: no key {name!r}; did you mean {' or '.join(owners)}?")
     table: type | None = schema
     for part in name.split("."):
         if table is None:
@@ -166,7 +169,8 @@ def _build(schema: type[Schema], prefix: str, given: Mapping[str, Given], path: 
         elif full in given:
             values[name] = _value(given[full], key)
         elif key.required:
-            raise RecipeError(f"{where}: {name} is missing ({key.help})")
+            cure = "" if path else f"; pass --{name.replace('_', '-')}"
+            raise RecipeError(f"{where}: {name} is missing ({key.help}){cure}")
     try:
         return schema(**values)
     except RecipeError as error:  # a schema's own __post_init__, on keys that do not go together

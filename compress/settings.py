@@ -109,7 +109,7 @@ class Generate:
     model: str | None = field(
         default=None, metadata={"help": "Model folder or GGUF file.", "model": True, "chained": True}
     )
-    prompt: tuple[str, ...] = field(metadata={"help": "Text to continue; may be given several times."}, kw_only=True)
+    prompt: tuple[str, ...] = field(metadata={"help": "Text to continue."}, kw_only=True)
     max_tokens: int = field(default=64, metadata={"help": "Tokens to generate at most.", "min": 1})
     temperature: float = field(default=0.0, metadata={"help": "0 takes the likeliest token.", "min": 0})
     top_p: float = field(default=1.0, metadata={"help": "Sample from this share of the mass.", "above": 0, "max": 1})

@@ -122,6 +122,7 @@ class Trainer:
         if self.is_preference:
             self.checks = list(self.reference.fill(self.checks))
         plan = fit_settings(self.settings, batches, self.common.seed)
+        stage, counted = f"align ({self.settings.method})", "pairs" if self.is_preference else "tokens"
         adapters, trace = fit(
             self.loss(dropout=self.settings.dropout),
             self.adapters,
@@ -130,7 +131,7 @@ class Trainer:
             plan,
             mesh=mesh_of_devices(),
             validate=self.validator(),
-            on_step=reporter(self.common.progress, f"align ({self.settings.method})", plan.steps),
+            on_step=reporter(self.common.progress, stage, plan.steps, counted),
         )
         return adapters, trace
 

@@ -92,11 +92,13 @@ def validator(loss_fn: LossFn, frozen: Any, batches: Sequence[Any]) -> Callable[
     return validate
 
 
-def reporter(progress: Progress, stage: str, steps: int) -> Callable[[int, dict[str, float]], None]:
-    """Shows each step's loss and speed."""
+def reporter(
+    progress: Progress, stage: str, steps: int, counted: str = "tokens"
+) -> Callable[[int, dict[str, float]], None]:
+    """Shows each step's loss and speed; `counted` names what the loss is a mean over."""
 
     def on_step(step: int, row: dict[str, float]) -> None:
         speed = row["count"] / row["seconds"] if row["seconds"] else 0.0
-        progress(stage, step, steps, loss=row["loss"], per_second=speed)
+        progress(stage, step, steps, loss=row["loss"], **{f"{counted}_per_second": speed})
 
     return on_step
