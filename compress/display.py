@@ -40,7 +40,7 @@ def _table(title: str, rows: list[Mapping[str, Any]]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=SIMPLE)
+    table = Table(title=title, title_justify="left", box=SIMPLE, show_edge=False, pad_edge=False)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     for name in columns:
         numeric = all(isinstance(row.get(name), int | float | None) for row in rows)

@@ -19,8 +19,8 @@ _HEADLINES = (
     ("perplexity_increase", CANDIDATE, PARENT, "perplexity over the parent's"),
     ("kl_mean", CANDIDATE, PARENT, "KL to the parent"),
     ("kl_mean", CANDIDATE, TEACHER, "KL to the teacher"),
-    ("top1_agreement", CANDIDATE, PARENT, "top-1 agreement with the parent"),
-    ("quantization_error", CANDIDATE, PARENT, "quantization error (relative MSE)"),
+    ("top1_agreement", CANDIDATE, PARENT, "top-1 agreement with parent"),
+    ("quantization_error", CANDIDATE, PARENT, "quantization error"),
     ("adapter_retained", CANDIDATE, None, "adapter retained"),
 )
 
@@ -38,7 +38,11 @@ def to_table(report: Report) -> list[tuple[str, str, str]]:
             rows.append((label, show(found[0]), interval(found[0])))
         elif name in always and model == CANDIDATE:
             rows.append((label, "-", ""))
-    rows.append(("size against bf16", size_line(report.size) if report.size else "-", ""))
+    size = report.size
+    rows.append(
+        ("size against bf16", f"{number(size.ratio, 'fraction')}, {size.bytes / 1e6:.3g} MB" if size else "-", "")
+    )
+    rows += [("bits a weight", f"{size.bits_per_weight:.3g}", "")] if size else []
     return rows
 
 
