@@ -59,7 +59,7 @@ STAGES = {
         "compress.align.stage:run",
         "DIR",
         True,
-        "Train adapters on a frozen 4-bit base, on completions or on preferences.",
+        "Train adapters on a frozen 4-bit base, by SFT or on preferences.",
         ("compress align --model student/ --data pairs.jsonl --method dpo --out aligned/",),
     ),
     "quantize": Stage(
@@ -94,7 +94,7 @@ STAGES = {
         "compress.artifact:verify",
         None,
         False,
-        "Reload exported files and compare logits with the model that they came from.",
+        "Reload exported files and compare logits with their source.",
         ("compress verify artifact/",),
     ),
     "generate": Stage(
@@ -106,7 +106,7 @@ STAGES = {
     ),
 }
 
-RUN_HELP = "Run all stages of a recipe; a stage that is done and whose inputs are unchanged is skipped."
+RUN_HELP = "Run a recipe's stages, but none that is done and unchanged."
 RUN_EXAMPLES = (
     "compress run recipes/quickstart.toml",
     "compress run recipe.toml --set quantize.bits=8 --set distill.steps=500",
@@ -339,11 +339,17 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
 def _said(error: Exception) -> str:
     """What is wrong, where, and what to do."""
+    if _is_out_of_device_memory(error):
+        return f"{str(error).rpartition(': ')[2]} Lower --per-device-batch, --sequence-length or --window"
     if not isinstance(error, OSError) or not error.strerror:
         return str(error) or type(error).__name__
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     cure = "; make room and run it again, what stood there is as it was" if full else ""
     return f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}{cure}"
+
+
+def _is_out_of_device_memory(error: Exception) -> bool:
+    return type(error).__name__ == "JaxRuntimeError" and "out of memory" in str(error).lower()
 
 
 def exit_code(error: Exception) -> int:
@@ -356,8 +362,7 @@ def exit_code(error: Exception) -> int:
         return 2
     if isinstance(error, ArtifactError | DataError | EvidenceError):
         return 4
-    out_of_device_memory = type(error).__name__ == "JaxRuntimeError" and "out of memory" in str(error).lower()
-    if isinstance(error, MemoryError) or out_of_device_memory:
+    if isinstance(error, MemoryError) or _is_out_of_device_memory(error):
         return 5
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return 5
