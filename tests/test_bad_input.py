@@ -349,6 +349,8 @@ def test_a_number_that_is_out_of_all_bounds(fails):
     many = "9" * 30
     fails(f"generate --model good --prompt x --max-tokens {many}", 2, f"--max-tokens {many}: must be at most")
     fails(f"generate --model good --prompt x --seed {many}", 2, f"--seed {many}: must be at most")
+    long = "distill --teacher good --data text.jsonl --out out --sequence-length 1000000000"
+    fails(long, 2, "--sequence-length 1000000000: must be at most 1048576")
     fails("generate --model good --prompt x --temperature inf", 2, "--temperature Infinity: must be finite")
 
 

@@ -28,7 +28,7 @@ class Align:
     beta: float = field(default=0.1, metadata={"help": "DPO's pull to the reference.", "above": 0})
     bits: Literal[4, 8] = field(default=4, metadata={"help": "Bits of the base's weights."})
     group_size: int = field(default=64, metadata={"help": "Inputs that share a scale in the base.", "min": 2})
-    sequence_length: int = field(default=512, metadata={"help": "Tokens in a row.", "min": 2})
+    sequence_length: int = field(default=512, metadata={"help": "Tokens in a row.", "min": 2, "max": 2**20})
     max_prompt: int | None = field(
         default=None,
         metadata={"help": "Tokens kept of a prompt, its last ones; half the sequence length if not given.", "min": 1},

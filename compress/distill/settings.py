@@ -32,7 +32,7 @@ class Distill:
         default=0.9, metadata={"help": "Weight of the divergence; the rest is cross-entropy.", "min": 0, "max": 1}
     )
     temperature: float = field(default=2.0, metadata={"help": "Softens both distributions.", "above": 0})
-    sequence_length: int = field(default=512, metadata={"help": "Tokens in a packed row.", "min": 2})
+    sequence_length: int = field(default=512, metadata={"help": "Tokens in a packed row.", "min": 2, "max": 2**20})
     global_batch: int = field(default=8, metadata={"help": "Rows in an optimizer step.", "min": 1})
     per_device_batch: int | None = field(
         default=None, metadata={"help": "Rows that a device holds at once; all of its share if not given.", "min": 1}

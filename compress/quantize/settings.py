@@ -27,7 +27,7 @@ class Quantize:
     calibration_tokens: int = field(
         default=16384, metadata={"help": "Tokens of it to use, of each file an equal share.", "min": 1}
     )
-    sequence_length: int = field(default=512, metadata={"help": "Tokens in a calibration row.", "min": 2})
+    sequence_length: int = field(default=512, metadata={"help": "Tokens in a calibration row.", "min": 2, "max": 2**20})
     embedding_bits: Literal[8] | None = field(
         default=None, metadata={"help": "Bits of the embedding; kept in floats if not given."}
     )
