@@ -511,4 +511,9 @@ def test_a_signal_leaves_what_stood_there(how, tmp_path, monkeypatch, fails):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/precious").write_text("stays")
     monkeypatch.setattr("compress.quantize.stage.save", interrupted)
-    fails("quantize --model good --method rtn --group-size 32 --out out --force", 130, "interrupted")
+    # A job in the background of a script is started with Ctrl-C ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        fails("quantize --model good --method rtn --group-size 32 --out out --force", 130, "interrupted")
+    finally:
+        signal.signal(signal.SIGINT, before)

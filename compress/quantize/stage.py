@@ -31,7 +31,10 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
     check_settings(settings, architecture(settings.model))
     rows = calibration_rows(settings, common)
     with atomic_folder(common.out, common.force) as folder:
-        parent = load(settings.model).merged().dequantized()
+        given = load(settings.model)
+        if given.is_quantized and given.adapters is None:
+            common.progress.warn(f"{settings.model} is quantized already; its rounded weights are rounded once more")
+        parent = given.merged().dequantized()
         result = quantize(parent, rows, settings, common)
         skipped = keep_quarantine(folder, *rows)
         (folder / LAYERS).write_text(json.dumps(result.layers) + "\n")
