@@ -60,7 +60,9 @@ class Eval:
     )
     teacher: str | None = field(default=None, metadata={"help": "The teacher.", "model": True})
     data: tuple[Path, ...] = field(metadata={"help": "Held-out text: JSONL or plain text."}, kw_only=True)
-    window: int = field(default=512, metadata={"help": "Tokens that a prediction may look back on.", "min": 2, "max": 2**20})
+    window: int = field(
+        default=512, metadata={"help": "Tokens that a prediction may look back on.", "min": 2, "max": 2**20}
+    )
     stride: int | None = field(default=None, metadata={"help": "Step between windows; the window if not given."})
     bos: bool = field(default=False, metadata={"help": "Put a BOS token before each window."})
     max_tokens: int | None = field(default=None, metadata={"help": "Stop after so many tokens.", "min": 1})
