@@ -221,9 +221,13 @@ def _run_stage(name: str, /, **given: Any) -> int:
 def _run_recipe(**given: Any) -> int:
     import dataclasses
 
+    from compress.errors import RecipeError
+
     path = given["recipe"]
     recipe = _load(path, given, {})
     name = recipe.name or path.stem
+    if Path(name).name != name:
+        raise RecipeError(f"{path}: name = {name!r} is the name of a folder in runs/, not a path; --out takes a path")
     recipe = dataclasses.replace(recipe, name=name)
     common = _common(recipe, given["out"] or Path("runs") / name, given["force"])
     return _finish(_function("compress.pipeline:run")(recipe, common), given["as_json"])

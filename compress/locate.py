@@ -20,6 +20,8 @@ def locate(model: str, environment: Mapping[str, str] | None = None) -> Path:
     Raises:
       RecipeError: it is nowhere; for `org/name` the message has the command that would fetch it.
     """
+    if not model:
+        raise RecipeError("the name of a model is empty; give a folder or a GGUF file")
     place = Path(os.path.expanduser(model))
     if place.exists():
         return place

@@ -360,6 +360,10 @@ def test_the_home_of_a_user_who_is_not_known(monkeypatch, fails):
     fails("generate --model a/b --prompt x", 2, "a/b: no such folder, and not in the Hugging Face cache")
 
 
+def test_a_model_without_a_name(fails):
+    fails(["generate", "--model", "", "--prompt", "x"], 2, "the name of a model is empty")
+
+
 def test_a_model_that_is_not_in_the_cache(fails):
     said = "hf download HuggingFaceTB/SmolLM2-135M"
     fails(
@@ -377,6 +381,7 @@ def test_a_model_that_is_not_in_the_cache(fails):
         ("", "no stage"),
         ('[eval]\ndata = ["x"]\n', "no stage before it makes one"),
         ("[eval]\ndata = []\n", "data = []: expected at least one item"),
+        ('name = "../elsewhere"\n[quantize]\nbits = 8\n', "the name of a folder in runs/, not a path"),
     ],
 )
 def test_a_recipe_that_is_wrong(text, said, tmp_path, fails):
