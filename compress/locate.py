@@ -45,7 +45,8 @@ def located(settings: Any) -> Any:
     found = {}
     for name, key in keys(type(settings)).items():
         value = getattr(settings, name)
-        if key.metadata.get("model") and value is not None and not re.fullmatch(key.metadata.get("unless", ""), value):
+        unless = key.metadata.get("unless")
+        if key.metadata.get("model") and value is not None and not (unless and re.fullmatch(unless, value)):
             try:
                 found[name] = str(locate(value))
             except RecipeError as error:
