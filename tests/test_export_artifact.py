@@ -158,7 +158,7 @@ def test_a_card_says_what_was_measured():
         "| perplexity | 12.346 | 11.9 |",
         "| size | 71 MB |  |",
         "| top-1 | 0.93 |  |",
-        "llama-cli -m PATH",
+        "llama-cli -m PATH/model.gguf",
     ):
         assert line in card.splitlines()
 
