@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -16,8 +18,8 @@ def atomic_folder(out: str | os.PathLike, force: bool = False) -> Iterator[Path]
     """Yield an empty folder beside `out` that takes its place when the block ends well.
 
     When the block fails, in any way that Python sees, the temporary folder is removed and what stood at `out` is as
-    it was. With `force`, what stood there is moved aside, replaced, and only then removed; it is moved back if the
-    replacement fails.
+    it was; that of a process that was killed is removed when `out` is written again. With `force`, what stood there
+    is moved aside, replaced, and only then removed; it is moved back if the replacement fails.
 
     Raises:
       OutputExists: `out` exists and `force` is not given; before the block runs.
@@ -25,9 +27,11 @@ def atomic_folder(out: str | os.PathLike, force: bool = False) -> Iterator[Path]
       OSError: as the block or the disk says; a full disk (ENOSPC) always comes with a path.
     """
     with _replacement(Path(out), force) as temporary:
+        _remove_abandoned(Path(out))
         temporary.mkdir()
-        yield temporary
-        _sync_tree(temporary)
+        with _lock(temporary):
+            yield temporary
+            _sync_tree(temporary)
 
 
 @contextlib.contextmanager
@@ -69,6 +73,27 @@ def _replacement(out: Path, force: bool) -> Iterator[Path]:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)) from error
         raise
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold a lock that goes with the process, so that others can tell whether it lives.
+
+    Raises:
+      BlockingIOError: somebody holds it.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _remove_abandoned(out: Path) -> None:
+    for folder in out.parent.glob(f".{glob.escape(out.name)}.????????.tmp"):
+        with contextlib.suppress(OSError), _lock(folder):
+            shutil.rmtree(folder)
 
 
 def _swap(temporary: Path, out: Path, aside: Path) -> None:

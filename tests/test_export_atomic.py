@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -149,3 +151,20 @@ def test_a_file_holds_the_new_bytes_or_the_old(tmp_path_factory, old, new, force
     assert done == (not fails and (force or old is None))
     assert (path.read_bytes() if path.exists() else None) == (new if done else old)
     assert len(os.listdir(path.parent)) == path.exists()
+
+
+def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path):
+    program = "import os, sys, export.atomic as a\nwith a.atomic_folder(sys.argv[1]): os.kill(os.getpid(), 9)"
+    out = tmp_path / "a[b]*"
+    assert subprocess.run([sys.executable, "-c", program, str(out)], check=False).returncode == -9
+    (left,) = tmp_path.iterdir()
+    with atomic_folder(tmp_path / "other"):
+        assert left.exists()
+    with atomic_folder(out) as first:
+        assert not left.exists()
+        with atomic_folder(out, force=True):
+            assert first.exists()
+        first.rename(tmp_path / "kept")
+        first.mkdir()
+        out.rmdir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a[b]*", "kept", "other"]
