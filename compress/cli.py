@@ -255,8 +255,9 @@ def _common(recipe: "Recipe", out: Path | None, force: bool, uses_jax: bool = Tr
     progress = Progress()
     device, dtype = "cpu", "float32"
     if uses_jax:
-        from compress.device import choose_device, choose_dtype
+        from compress.device import choose_device, choose_dtype, keep_compiled
 
+        keep_compiled()
         device = choose_device(recipe.device, progress)
         dtype = choose_dtype(recipe.dtype, device)
     return Common(recipe.seed, dtype, device, out, force, progress, recipe.data)
@@ -343,7 +344,11 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
 def _said(error: Exception) -> str:
     """What is wrong, where, and what to do."""
-    if _is_out_of_device_memory(error):
+    from compress.errors import Preempted, is_out_of_device_memory
+
+    if isinstance(error, Preempted):
+        return f"{error}; run the same command again to go on from there"
+    if is_out_of_device_memory(error):
         return f"{str(error).rpartition(': ')[2]} Lower --per-device-batch, --sequence-length or --window"
     if not isinstance(error, OSError) or not error.strerror:
         return str(error) or type(error).__name__
@@ -352,21 +357,19 @@ def _said(error: Exception) -> str:
     return f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}{cure}"
 
 
-def _is_out_of_device_memory(error: Exception) -> bool:
-    return type(error).__name__ == "JaxRuntimeError" and "out of memory" in str(error).lower()
-
-
 def exit_code(error: Exception) -> int:
     """The exit code that an error stands for; `BUG` where it is no mistake of the user's."""
-    from compress.errors import DataError, RecipeError
+    from compress.errors import DataError, Preempted, RecipeError, is_out_of_device_memory
     from eval.errors import EvidenceError
     from export.errors import ArtifactError, OutputExists
 
     if isinstance(error, RecipeError | OutputExists):
         return 2
+    if isinstance(error, Preempted):
+        return 75
     if isinstance(error, ArtifactError | DataError | EvidenceError):
         return 4
-    if isinstance(error, MemoryError) or _is_out_of_device_memory(error):
+    if isinstance(error, MemoryError) or is_out_of_device_memory(error):
         return 5
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return 5

@@ -1,9 +1,14 @@
-"""Which platform jax runs on, and which dtype suits it."""
+"""Which platform jax runs on, which dtype suits it, and what it keeps and needs there."""
 
+import os
+import resource
+import sys
 from pathlib import Path
 
 from compress.errors import RecipeError
 from compress.progress import Progress
+
+COMPILED = 2 << 30  # bytes of compiled programs to keep
 
 
 def choose_device(device: str, progress: Progress) -> str:
@@ -41,6 +46,34 @@ def choose_dtype(dtype: str, device: str) -> str:
     if dtype != "auto":
         return dtype
     return "float32" if device == "cpu" else "bfloat16"
+
+
+def keep_compiled() -> None:
+    """Keep compiled programs in the user's cache folder, so that the same command compiles once.
+
+    JAX_COMPILATION_CACHE_DIR names another folder, or none if it is empty.
+    """
+    import jax
+
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "jax"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # a home that cannot be written to costs the time alone
+    if os.access(folder, os.W_OK):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", COMPILED)
+
+
+def peak_memory() -> int:
+    """The most bytes that were in use at a time so far: of the first device, or of the process where that is a CPU."""
+    import jax
+
+    told = jax.local_devices()[0].memory_stats() or {}
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(told.get("peak_bytes_in_use") or kibibytes * (1 if sys.platform == "darwin" else 1024))
 
 
 def _unused_accelerator() -> str | None:

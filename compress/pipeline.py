@@ -37,10 +37,11 @@ from compress.record import RECORD, TRACE, VERSION, contents_of, hash_of, read_r
 from compress.release import put, release, withdraw, write_reports
 from compress.schema import Recipe
 from compress.settings import Common, Data, Eval, Export
+from compress.train.trace import tell
 from eval import metrics
 from eval.gate import Verdict, judge
 from eval.preference import PairScores
-from eval.report import Curve, ErrorRow, Generation, Report, from_json
+from eval.report import Curve, ErrorRow, Event, Generation, Report, from_json
 from eval.report import to_json as report_to_json
 from export.atomic import atomic_folder
 from export.errors import OutputExists
@@ -155,6 +156,8 @@ class Run:
         put(folder / RECORD, to_json({"key": key, "version": VERSION, "seconds": took, "result": result}) + "\n")
         for row in self.trace(name).get("validations", ()):
             self.event(name, "validated", **row)
+        for row in self.trace(name).get("events", ()):
+            self.event(name, row["event"], **{key: value for key, value in row.items() if key != "event"})
         self.event(name, "finished", took=took)
 
     def record(self, name: str) -> dict[str, Any]:
@@ -328,12 +331,13 @@ class Run:
 
 
 def curves_of(stage: str, trace: dict[str, Any]) -> list[Curve]:
-    """Training loss, validation loss, and what else a preference stage validates."""
+    """Training loss with what the guards did, validation loss, and what else a preference stage validates."""
     rows = {"loss": trace["steps"], "validation loss": trace["validations"]}
     curves = [
         Curve(stage, name, [int(row["step"]) for row in kept], [row["loss"] for row in kept])
         for name, kept in rows.items()
     ]
+    curves[0].events.extend(Event(event["step"], tell(event)) for event in trace["events"])
     for name in ("accuracy", "margin", "kl_to_reference"):
         kept = [row for row in trace["validations"] if name in row]
         if kept:

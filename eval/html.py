@@ -39,6 +39,7 @@ th,td{overflow-wrap:break-word}
 th{font-weight:600;color:var(--dim)}.status{font-weight:700;white-space:nowrap}
 svg{width:100%;height:auto;max-width:46rem;display:block}
 svg text{fill:var(--fg);font:12px system-ui,sans-serif}.tick{fill:var(--dim)!important}
+.mark{stroke:currentColor;stroke-dasharray:4 3}
 .grid{stroke:var(--edge)}.line{fill:none;stroke-width:2;stroke-linecap:round;stroke-linejoin:round}.bar{fill:var(--bar)}
 .c0{stroke:var(--c0);background:var(--c0)}.c1{stroke:var(--c1);background:var(--c1)}
 .c2{stroke:var(--c2);background:var(--c2)}.c3{stroke:var(--c3);background:var(--c3)}
@@ -99,7 +100,10 @@ def _curves(curves: Sequence[Curve]) -> list[Markup]:
         mine = [curve for curve in curves if curve.stage == stage]
         losses = [c for c in mine if "loss" in c.name]
         others = [c for c in mine if "loss" not in c.name]
-        plots = [line_plot([_line(c) for c in losses], "step", "loss")] if losses else []
+        events = [event for c in losses for event in c.events]
+        marks = [(event.step, event.text) for event in events]
+        plots = [line_plot([_line(c) for c in losses], "step", "loss", marks)] if losses else []
+        plots += [tag("p", f"step {event.step}: {event.text}", class_="dim") for event in events[:MAX_ROWS]]
         folded = [join([tag("h4", c.name), line_plot([_line(c)], "step", c.name)]) for c in others]
         more = tag("details", tag("summary", f"{len(folded)} more"), *folded) if folded else ""
         out.append(join([tag("h3", stage), *plots, more]))

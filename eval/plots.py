@@ -23,15 +23,22 @@ class Line:
     ys: Sequence[float | None]
 
 
-def line_plot(lines: Sequence[Line], x_name: str, y_name: str) -> Markup:
-    """Lines over a common x axis, with a legend if there are several. Empty without a point that can be drawn."""
+def line_plot(lines: Sequence[Line], x_name: str, y_name: str, marks: Sequence[tuple[int | float, str]] = ()) -> Markup:
+    """Lines over a common x axis, with a legend if there are several. Empty without a point that can be drawn.
+
+    `marks` are places on the x axis and what happened there.
+    """
     drawn = [Line(line.name, *_thin(line.xs, line.ys)) for line in lines]
     xs = [float(x) for line in drawn for x, y in zip(line.xs, line.ys) if y is not None]
+    xs += [float(x) for x, _ in marks] if xs else []
     ys = [y for line in drawn for y in line.ys if y is not None]
     if not xs:
         return Markup("")
     across, up = _Axis(xs, _LEFT, _WIDTH - _RIGHT), _Axis(ys, _HEIGHT - _BOTTOM, _TOP)
     parts = [_grid(across, up), _axis_names(x_name, y_name)]
+    for x, text in marks[:MAX_POINTS]:
+        at = f"{across(float(x)):.1f}"
+        parts.append(tag("line", tag("title", text), x1=at, x2=at, y1=_TOP, y2=_HEIGHT - _BOTTOM, class_="mark"))
     for i, line in enumerate(drawn):
         # The page's style overrides fill and stroke; a viewer that has none for SVG still sees a line.
         style = {"class_": f"line c{i % 6}", "fill": "none", "stroke": "currentColor"}

@@ -99,13 +99,22 @@ class Size:
 
 
 @dataclasses.dataclass(frozen=True)
+class Event:
+    """What a guard did at a step of a stage."""
+
+    step: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Curve:
-    """A value that a stage logged over its steps; a value that was not finite is None."""
+    """A value that a stage logged over its steps, and what happened; a value that was not finite is None."""
 
     stage: str
     name: str
     steps: list[int]
     values: list[float | None]
+    events: list[Event] = field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)

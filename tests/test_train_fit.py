@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from compress.errors import DataError, RecipeError
 from compress.models.decoder import Stacked
-from compress.train.fit import FitSettings, Trace, fit, make_optimizer, make_step, row_keys, schedule, split_rows
+from compress.train.fit import fit
+from compress.train.step import FitSettings, make_optimizer, make_step, row_keys, schedule, split_rows
+from compress.train.trace import Trace
 
 ROWS, INPUTS = 8, 5
 PLAN = FitSettings(steps=5, learning_rate=0.05, warmup_steps=1, global_batch=ROWS, seed=3)
@@ -217,7 +219,8 @@ def test_a_step_is_adamw_on_the_clipped_mean_gradient():
     """Kingma and Ba's first step, and Loshchilov and Hutter's decay, in NumPy: the sign of the gradient."""
     step, optimizer = make_step(squares, PLAN, None)
     weights = start()
-    weights, _, (_, _, _, norm) = step(weights, optimizer.init(weights), None, next(batches()), np.int32(1))
+    now = (np.int32(1), np.float32(1))
+    weights, _, (_, _, _, norm) = step(weights, optimizer.init(weights), None, next(batches()), *now)
     assert norm > PLAN.clip_norm
     rate = float(schedule(PLAN)(0))
     old, new = np.asarray(start()["w.weight"]), np.asarray(weights["w.weight"])
@@ -237,9 +240,10 @@ def test_weights_below_one_still_give_a_mean():
 
 
 def test_the_trace_is_json_with_null_for_what_is_not_a_number():
-    trace = Trace([{"step": 1.0, "loss": 2.0, "accuracy": math.nan}], [{"step": 0.0, "loss": math.inf}], 1)
+    trace = Trace([{"step": 1.0, "loss": 2.0, "accuracy": math.nan}], [{"step": 0.0, "loss": math.inf}], [], 1)
     assert json.loads(trace.to_json()) == {
         "steps": [{"step": 1.0, "loss": 2.0, "accuracy": None}],
         "validations": [{"step": 0.0, "loss": None}],
+        "events": [],
         "best_step": 1,
     }

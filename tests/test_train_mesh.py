@@ -14,8 +14,9 @@ from compress.align.loss import preference_loss
 from compress.distill.loss import distillation_loss
 from compress.errors import RecipeError
 from compress.models.decoder import Stacked
-from compress.train.fit import FitSettings, fit, make_optimizer
+from compress.train.fit import fit
 from compress.train.mesh import AXES, batch_sharding, fit_spec, make_mesh, place, weight_shardings
+from compress.train.step import FitSettings, make_optimizer
 from export.quantized import QuantizedTensor, QuantSpec
 from tests import tiny_training as tiny
 

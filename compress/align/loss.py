@@ -16,8 +16,8 @@ from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, head, hidden_states, project
 from compress.models.linear import dense
 from compress.models.lora import with_adapters
-from compress.train.fit import LossFn
 from compress.train.head import HeadLoss, cross_entropy, head_tokens
+from compress.train.step import LossFn
 
 
 def _hidden(config: DecoderConfig, stacked: Stacked, batch: Batch) -> Float[Array, "B T D"]:

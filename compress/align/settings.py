@@ -35,7 +35,8 @@ class Align:
     )
     global_batch: int = field(default=8, metadata={"help": "Rows or pairs in an optimizer step.", "min": 1})
     per_device_batch: int | None = field(
-        default=None, metadata={"help": "Rows that a device holds at once; all of its share if not given.", "min": 1}
+        default=None,
+        metadata={"help": "Rows that a device holds at once; all of its share if not given.", "min": 1, "layout": True},
     )
     steps: int | None = field(default=None, metadata={"help": "Optimizer steps; instead of epochs.", "min": 1})
     epochs: float | None = field(
@@ -45,6 +46,13 @@ class Align:
     warmup: int = field(default=100, metadata={"help": "Steps to the peak.", "min": 0})
     weight_decay: float = field(default=0.01, metadata={"help": "AdamW's.", "min": 0})
     valid_every: int = field(default=100, metadata={"help": "Steps between validations.", "min": 1})
+    save_every: int = field(
+        default=100, metadata={"help": "Steps between checkpoints; no effect on the result.", "min": 1, "layout": True}
+    )
+    rebound: float = field(
+        default=0.05,
+        metadata={"help": "Rise of the loss that brings back a checkpoint; 0 is never.", "min": 0},
+    )
 
     def __post_init__(self):
         if self.steps is not None and self.epochs is not None:

@@ -24,7 +24,8 @@ from compress.quantize.quantizers import QUANTIZERS
 from compress.record import TRACE
 from compress.settings import Common
 from compress.train.course import fit_settings, held_out, mesh_of_devices, reporter, validator
-from compress.train.fit import fit, mean_of
+from compress.train.fit import fit
+from compress.train.step import mean_of
 from export.atomic import atomic_folder
 from export.peft import Adapters
 from export.quantized import QuantizedTensor, QuantSpec

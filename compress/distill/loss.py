@@ -14,8 +14,8 @@ from compress.distill.divergences import DIVERGENCES, Divergence
 from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, head, hidden_states, project
 from compress.models.linear import dense
-from compress.train.fit import LossFn
 from compress.train.head import HeadLoss, cross_entropy, head_sum
+from compress.train.step import LossFn
 
 
 def token_loss(

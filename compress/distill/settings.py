@@ -35,7 +35,8 @@ class Distill:
     sequence_length: int = field(default=512, metadata={"help": "Tokens in a packed row.", "min": 2, "max": 2**20})
     global_batch: int = field(default=8, metadata={"help": "Rows in an optimizer step.", "min": 1})
     per_device_batch: int | None = field(
-        default=None, metadata={"help": "Rows that a device holds at once; all of its share if not given.", "min": 1}
+        default=None,
+        metadata={"help": "Rows that a device holds at once; all of its share if not given.", "min": 1, "layout": True},
     )
     steps: int | None = field(default=None, metadata={"help": "Optimizer steps; instead of epochs.", "min": 1})
     epochs: float | None = field(
@@ -45,8 +46,16 @@ class Distill:
     warmup: int = field(default=100, metadata={"help": "Steps to the peak.", "min": 0})
     weight_decay: float = field(default=0.01, metadata={"help": "AdamW's.", "min": 0})
     valid_every: int = field(default=100, metadata={"help": "Steps between validations.", "min": 1})
+    save_every: int = field(
+        default=100, metadata={"help": "Steps between checkpoints; no effect on the result.", "min": 1, "layout": True}
+    )
+    rebound: float = field(
+        default=0.05,
+        metadata={"help": "Rise of the loss that brings back a checkpoint; 0 is never.", "min": 0},
+    )
     chunk: int = field(
-        default=128, metadata={"help": "Tokens whose logits exist at once; no effect on the result.", "min": 1}
+        default=128,
+        metadata={"help": "Tokens whose logits exist at once; no effect on the result.", "min": 1, "layout": True},
     )
 
     def __post_init__(self):

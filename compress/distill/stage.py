@@ -19,8 +19,10 @@ from compress.models.folder import Model, load, parameter_count, save, to_host
 from compress.record import TRACE
 from compress.settings import Common
 from compress.tokenizer import same_tokenizer
-from compress.train.course import fit_settings, held_out, mesh_of_devices, reporter, validator
-from compress.train.fit import Trace, fit
+from compress.train.checkpoints import Checkpoints
+from compress.train.course import fit_settings, held_out, mesh_of_devices, open_checkpoints, reporter, teller, validator
+from compress.train.fit import fit
+from compress.train.trace import Trace
 from export.atomic import atomic_folder
 
 
@@ -37,10 +39,12 @@ def run(settings: Distill, common: Common) -> dict[str, Any]:
         check_pair(teacher, student)
         options = {"columns": common.data.columns, "bad_rows": common.data.bad_rows}
         rows, valid = training_and_held_out(settings.data, settings.valid, **options)
-        trained, trace, facts = distill(teacher, student, rows, valid, settings=settings, common=common)
+        checkpoints = open_checkpoints(settings, common)
+        trained, trace, facts = distill(teacher, student, rows, valid, settings, common, checkpoints)
         skipped = keep_quarantine(folder, rows, valid)
         (folder / TRACE).write_text(trace.to_json())
         save(trained, folder, {"stage": "distill", "teacher": settings.teacher, **facts})
+    checkpoints.remove()
     first, best = trace.validations[0], trace.best
     return {
         "out": str(common.out),
@@ -67,7 +71,13 @@ def check_pair(teacher: Model, student: Model) -> None:
 
 
 def distill(
-    teacher: Model, student: Model, rows: Rows, valid: Rows, *, settings: Distill, common: Common
+    teacher: Model,
+    student: Model,
+    rows: Rows,
+    valid: Rows,
+    settings: Distill,
+    common: Common,
+    checkpoints: Checkpoints | None = None,
 ) -> tuple[Model, Trace, dict[str, Any]]:
     """The student after training on `rows`, judged by `valid`; its trace, and what the data was."""
     dtype = jnp.dtype(common.dtype)
@@ -97,6 +107,8 @@ def distill(
         mesh=mesh_of_devices(),
         validate=validator(loss, frozen, checks),
         on_step=reporter(common.progress, "distill", plan.steps),
+        on_event=teller(common.progress, "distill"),
+        checkpoints=checkpoints,
     )
     weights = to_host(unstack(student.config, trained))
     facts = {

@@ -1,5 +1,6 @@
 """What every training stage does around `fit`: count its steps, keep its held-out batches, say how far it is."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -11,8 +12,12 @@ from jax.sharding import Mesh
 from compress.data.batches import Batches
 from compress.errors import DataError
 from compress.progress import Progress
-from compress.train.fit import FitSettings, LossFn, mean_of
+from compress.record import VERSION, contents_of
+from compress.settings import Common
+from compress.train.checkpoints import Checkpoints
 from compress.train.mesh import make_mesh
+from compress.train.step import FitSettings, LossFn, mean_of
+from compress.train.trace import tell
 
 VALIDATION_BATCHES = 16
 
@@ -39,6 +44,10 @@ class Course(Protocol):
     def per_device_batch(self) -> int | None: ...
     @property
     def valid_every(self) -> int: ...
+    @property
+    def save_every(self) -> int: ...
+    @property
+    def rebound(self) -> float: ...
 
 
 def fit_settings(course: Course, batches: Batches, seed: int) -> FitSettings:
@@ -52,6 +61,8 @@ def fit_settings(course: Course, batches: Batches, seed: int) -> FitSettings:
         global_batch=course.global_batch,
         per_device_batch=course.per_device_batch,
         validate_every=course.valid_every,
+        save_every=course.save_every,
+        rebound=course.rebound,
         seed=seed,
     )
 
@@ -90,6 +101,37 @@ def validator(loss_fn: LossFn, frozen: Any, batches: Sequence[Any]) -> Callable[
         return mean_of({name: (total, count) for name, (total, count) in sums.items()})
 
     return validate
+
+
+def open_checkpoints(course: Course, common: Common) -> Checkpoints:
+    """The checkpoints of a stage, in a folder beside its output that is named after it.
+
+    Raises:
+      RecipeError: those of a run with other settings or data lie there, and `common.force` is not given.
+    """
+    assert common.out is not None
+    layout = {field.name for field in dataclasses.fields(course) if field.metadata.get("layout")}
+    facts = {name: value for name, value in contents_of(course).items() if name not in layout}
+    identity = facts | {"seed": common.seed, "dtype": common.dtype, **contents_of(common.data), "version": VERSION}
+    return Checkpoints(
+        common.out.with_name(f"{common.out.name}.checkpoints"),
+        identity,
+        every=course.save_every,
+        anew=common.force,
+        warn=common.progress.warn,
+    )
+
+
+def teller(progress: Progress, stage: str) -> Callable[[dict[str, Any]], None]:
+    """Says what the guards did; a run that goes on where it was is no warning."""
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["event"] == "resumed":
+            progress.say(f"{stage}: goes on from step {event['step']}")
+        else:
+            progress.warn(f"{stage}, step {event['step']}: {tell(event)}")
+
+    return on_event
 
 
 def reporter(

@@ -1,156 +1,32 @@
-"""The one training loop: gradients accumulated as sums and counts, AdamW, validation, the best weights kept."""
+"""The one training loop: steps, validations, the best weights kept; guarded, and resumed where it was killed."""
 
-import dataclasses
-import json
-import math
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
-from compress.errors import DataError, RecipeError
+from compress.errors import DataError, Preempted, is_out_of_device_memory
+from compress.train.checkpoints import Checkpoints, shapes_of
+from compress.train.guards import Rebound, StopRequest, stop_requests
 from compress.train.mesh import batch_sharding, place, weight_shardings
+from compress.train.step import FitSettings, LossFn, halved, make_step, mean_of
+from compress.train.trace import Trace
 
-# (trainable, frozen, batch, keys [rows]) -> (sum, count, {name: (sum, count)})
-LossFn = Callable[
-    [Any, Any, Any, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class FitSettings:
-    """How to train. `per_device_batch` rows go through a device at a time; it changes memory, never the result."""
-
-    steps: int
-    learning_rate: float
-    warmup_steps: int = 100
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0
-    global_batch: int = 8
-    per_device_batch: int | None = None
-    validate_every: int = 0
-    seed: int = 0
+SLOWER = 0.8  # what the learning rate is multiplied by when a checkpoint is restored
+ROLLBACKS = 3
 
 
-@dataclasses.dataclass
-class Trace:
-    """What happened: a row a step, a row a validation."""
+@runtime_checkable
+class Resumable(Protocol):
+    """Batches that know where they are, and can go on from there."""
 
-    steps: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    validations: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    best_step: int = 0
-
-    @property
-    def best(self) -> dict[str, float]:
-        """The validation of the weights that were kept."""
-        return next(row for row in self.validations if row["step"] == self.best_step)
-
-    def to_json(self) -> str:
-        """What a stage keeps beside its model; NaN becomes null."""
-        clean = lambda row: {name: value if math.isfinite(value) else None for name, value in row.items()}  # noqa: E731
-        rows = {"steps": [clean(row) for row in self.steps], "validations": [clean(row) for row in self.validations]}
-        return json.dumps({**rows, "best_step": self.best_step}, allow_nan=False) + "\n"
-
-
-def schedule(settings: FitSettings) -> optax.Schedule:
-    """Linear warm-up, then a cosine to a tenth of the peak; a warm-up never takes over a fifth of the run."""
-    warmup = min(settings.warmup_steps, settings.steps // 5)
-    return optax.warmup_cosine_decay_schedule(
-        settings.learning_rate / (warmup + 1),
-        settings.learning_rate,
-        warmup,
-        max(settings.steps, warmup + 1),
-        settings.learning_rate / 10,
-    )
-
-
-def make_optimizer(settings: FitSettings) -> optax.GradientTransformation:
-    """Clip by the global norm, then AdamW (arXiv:1711.05101); norms and biases do not decay."""
-
-    def decays(tree):
-        def is_matrix(path, leaf):
-            return not str(path[-1]).rstrip("'])").endswith(("norm.weight", "bias"))
-
-        return jax.tree_util.tree_map_with_path(is_matrix, tree)
-
-    return optax.chain(
-        optax.clip_by_global_norm(settings.clip_norm),
-        optax.adamw(schedule(settings), b2=0.95, weight_decay=settings.weight_decay, mask=decays),
-    )
-
-
-def row_keys(seed: int, step: int | jax.Array, rows: int) -> jax.Array:
-    """One key a row of the global batch, from (seed, step, row): how rows are grouped never changes them."""
-    key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(rows))
-
-
-def split_rows(settings: FitSettings, devices: int) -> int:
-    """Number of micro-batches that the global batch is cut into.
-
-    Raises:
-      RecipeError: the global batch isn't a multiple of what goes through the devices at a time.
-    """
-    at_a_time = (settings.per_device_batch or max(1, settings.global_batch // devices)) * devices
-    if settings.global_batch % at_a_time:
-        raise RecipeError(
-            f"global_batch = {settings.global_batch} is not a multiple of per_device_batch x devices = {at_a_time}"
-        )
-    return settings.global_batch // at_a_time
-
-
-def make_step(loss_fn: LossFn, settings: FitSettings, mesh: Mesh | None):
-    """A jitted step: (trainable, state, frozen, batch, step) -> (trainable, state, sums).
-
-    Micro-batches are scanned; gradients, losses and metrics are summed over them and divided once, by the global
-    count. Trainable and state are donated.
-    """
-    optimizer = make_optimizer(settings)
-    rows_across = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
-    parts = split_rows(settings, rows_across)
-
-    def micro(trainable, frozen, batch, keys):
-        total, count, metrics = loss_fn(trainable, frozen, batch, keys)
-        return total, (count, metrics)
-
-    def step(trainable, state, frozen, batch, number):
-        keys = row_keys(settings.seed, number, settings.global_batch)
-        cut = lambda leaf: leaf.reshape(parts, leaf.shape[0] // parts, *leaf.shape[1:])  # noqa: E731
-        batches = jax.tree.map(cut, (batch, keys))
-        if mesh is not None:
-            batches = jax.lax.with_sharding_constraint(batches, batch_sharding(mesh, rows_axis=1))
-
-        def accumulate(sums, chunk):
-            (total, (count, metrics)), grads = jax.value_and_grad(micro, has_aux=True)(trainable, frozen, *chunk)
-            return jax.tree.map(jnp.add, sums, (grads, total, count, metrics)), None
-
-        shapes = jax.eval_shape(
-            lambda: jax.value_and_grad(micro, has_aux=True)(trainable, frozen, *jax.tree.map(lambda x: x[0], batches))
-        )
-        (total, (count, metrics)), grads = shapes
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, total, count, metrics))
-        if parts == 1:
-            sums, _ = accumulate(zeros, jax.tree.map(lambda leaf: leaf[0], batches))
-        else:
-            sums, _ = jax.lax.scan(accumulate, zeros, batches)
-        grads, total, count, metrics = sums
-        grads = jax.tree.map(lambda g: g / jnp.where(count > 0, count, 1).astype(g.dtype), grads)
-        norm = optax.tree.norm(grads)
-        updates, state = optimizer.update(grads, state, trainable)
-        return optax.apply_updates(trainable, updates), state, (total, count, metrics, norm)
-
-    return jax.jit(step, donate_argnums=(0, 1)), optimizer
-
-
-def mean_of(sums: dict[str, tuple[Any, Any]]) -> dict[str, float]:
-    """Global means from (sum, count) pairs; a count of zero gives NaN."""
-    return {name: float(total) / float(count) if float(count) else math.nan for name, (total, count) in sums.items()}
+    def __iter__(self) -> Iterator[Any]: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 def fit(
@@ -162,61 +38,254 @@ def fit(
     *,
     mesh: Mesh | None = None,
     validate: Callable[[Any], dict[str, float]] | None = None,
-    on_step: Callable[[int, dict[str, float]], None] | None = None,
+    watch: Callable[[Trace], str | None] = lambda trace: None,
+    on_step: Callable[[int, dict[str, float]], None] = lambda step, row: None,
+    on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+    checkpoints: Checkpoints | None = None,
 ) -> tuple[Any, Trace]:
     """Train for `settings.steps` steps of `global_batch` rows.
 
+    With `checkpoints` a run goes on from the last of them and ends bit for bit as one that was never interrupted. A
+    loss that rebounds, or is NaN or Inf, restores a good one, lowers the learning rate and leaves out the batches in
+    between; a device that is out of memory takes half as many rows at a time. Each is an event of the trace.
+
     Args:
       loss_fn: returns a sum, its count and metrics as (sum, count); the mean is taken over the global batch.
-      batches: at least `steps` global batches, pytrees of arrays with `global_batch` rows.
+      batches: at least `steps` global batches, pytrees of arrays with `global_batch` rows; `Resumable` where there
+        are checkpoints.
       validate: returns metrics of which "loss" decides what is best; called every `validate_every` steps and at the
         end, and once before the first step, for comparison. The weights of the lowest are returned; without it the
         last ones are.
+      watch: called after each validation but the first; a reason that it returns ends the training, and the weights
+        of that validation are not kept.
       on_step: called with the step (from 1) and its metrics.
+      on_event: called with each event.
 
     Raises:
-      DataError: the batches end early, or a loss is NaN or Inf.
+      DataError: the batches end early, a loss is NaN or Inf and no checkpoint helped, or `watch` let no weights pass.
+      Preempted: SIGTERM came; the step at hand was finished and saved.
     """
-    # The caller keeps its arrays: the first step donates these.
-    trainable = jax.tree.map(jnp.copy, trainable)
-    if mesh is not None:
-        trainable, frozen = place(mesh, trainable), place(mesh, frozen)
-    step, optimizer = make_step(loss_fn, settings, mesh)
-    state = optimizer.init(trainable)
-    if mesh is not None:
-        state = jax.device_put(state, weight_shardings(mesh, state))
-    trace = Trace()
-    best, best_loss = None, math.inf
-    stream = iter(batches)
-    if validate is not None:
-        trace.validations.append({"step": 0.0, **validate(trainable)})
-    for number in range(1, settings.steps + 1):
-        batch = next(stream, None)
+    loop = _Loop(loss_fn, trainable, frozen, batches, settings, mesh, validate, watch, on_step, on_event, checkpoints)
+    if checkpoints is None:
+        loop.run(StopRequest())
+    else:
+        with stop_requests() as stop:
+            loop.run(stop)
+    return loop.result()
+
+
+class _Loop:
+    """A run, and all that a step of it changes."""
+
+    def __init__(
+        self, loss_fn, trainable, frozen, batches, settings, mesh, validate, watch, on_step, on_event, checkpoints
+    ):
+        self.loss_fn, self.first, self.settings, self.mesh = loss_fn, trainable, settings, mesh
+        self.frozen = frozen if mesh is None else place(mesh, frozen)
+        self.batches, self.stream = batches, iter(batches)
+        self.validate, self.watch, self.on_step, self.on_event = validate, watch, on_step, on_event
+        self.checkpoints = checkpoints
+        self.origin = batches.state() if checkpoints else None
+        self.trace, self.rollbacks, self.scale = Trace(), 0, 1.0
+        self.step_fn, self.optimizer = make_step(loss_fn, settings, mesh)
+        self.start()
+
+    def start(self) -> None:
+        """Take everything as it was before the first step, but the batches."""
+        # The caller keeps its arrays: a step donates these.
+        weights = jax.tree.map(jnp.copy, self.first)
+        self.weights = weights if self.mesh is None else place(self.mesh, weights)
+        state = self.optimizer.init(self.weights)
+        self.state = state if self.mesh is None else jax.device_put(state, weight_shardings(self.mesh, state))
+        self.trace = Trace(validations=self.trace.validations[:1], events=self.trace.events)
+        self.guard = Rebound(self.settings.rebound)
+        self.step, self.best = 0, None
+
+    def run(self, stop: StopRequest) -> None:
+        """Train to the last step, or to the end that `watch` or a signal puts to it."""
+        saved = self.checkpoints.steps() if self.checkpoints else []
+        if saved:
+            self.batches.restore(self.restore(saved[-1])["cursor"])
+            self.on_event({"step": self.step, "event": "resumed"})
+        elif self.validate is not None:
+            self.trace.validations.append({"step": 0.0, **self.validate(self.weights)})
+        following = None
+        while self.step < self.settings.steps and not self.trace.stopped:
+            batch, following = self.take() if following is None else following, None
+            began = time.perf_counter()
+            try:
+                sums = self.advance(batch)
+                # The next batch is made while the device computes, unless the batches' state may be asked for first.
+                halt = stop.made
+                validates, saves = self.due(self.settings.validate_every), self.due(self.settings.save_every)
+                if not (halt or validates or saves):
+                    following = self.take()
+                row = self.row(sums, began)
+            except jax.errors.JaxRuntimeError as error:
+                self.shrink(error)
+                following = None
+                continue
+            if trouble := self.trouble(row):
+                self.roll_back(trouble, row["loss"])
+                following = None
+                continue
+            self.trace.steps.append(row)
+            self.on_step(self.step, row)
+            if validates and self.validate is not None:
+                self.check(self.validate(self.weights))
+            if self.checkpoints and (halt or saves or self.trace.stopped):
+                self.save(self.checkpoints)
+            if halt and self.step < self.settings.steps:
+                self.checkpoints.wait()
+                raise Preempted(f"stopped at step {self.step} of {self.settings.steps}, which is saved")
+
+    def take(self) -> Any:
+        """The next batch.
+
+        Raises:
+          DataError: there is none.
+        """
+        batch = next(self.stream, None)
         if batch is None:
-            raise DataError(f"the data ended at step {number} of {settings.steps}; give more data, or fewer steps")
-        if mesh is not None:
-            batch = jax.device_put(batch, batch_sharding(mesh))
-        began = time.perf_counter()
-        trainable, state, (total, count, metrics, norm) = step(trainable, state, frozen, batch, np.int32(number))
-        row = {"step": float(number), **mean_of({"loss": (total, count), **metrics})}
-        row |= {"gradient_norm": float(norm), "count": float(count), "seconds": time.perf_counter() - began}
-        trace.steps.append(row)
-        if not math.isfinite(row["loss"]) or not math.isfinite(row["gradient_norm"]):
-            what = (
-                "no token to train on"
-                if not row["count"]
-                else f"loss {row['loss']}, gradient norm {row['gradient_norm']}"
+            raise DataError(
+                f"the data ended at step {self.step + 1} of {self.settings.steps}; give more data, or fewer steps"
             )
-            raise DataError(f"step {number}: {what}; check the data, or lower the learning rate")
-        if on_step is not None:
-            on_step(number, row)
-        due = settings.validate_every and number % settings.validate_every == 0
-        if validate is not None and (due or number == settings.steps):
-            trace.validations.append({"step": float(number), **validate(trainable)})
-            if trace.validations[-1]["loss"] < best_loss:
-                best_loss, trace.best_step = trace.validations[-1]["loss"], number
-                best = jax.tree.map(np.asarray, trainable)
-    if best is None:
-        trace.best_step = settings.steps
-        return trainable, trace
-    return jax.tree.map(jnp.asarray, best), trace
+        return batch if self.mesh is None else jax.device_put(batch, batch_sharding(self.mesh))
+
+    def due(self, every: int) -> bool:
+        """Whether what happens every so many steps, and at the end, happens now."""
+        return self.step == self.settings.steps or bool(every and self.step % every == 0)
+
+    def advance(self, batch: Any) -> Any:
+        """Begin a step and return its sums, which the device may still be computing."""
+        self.step += 1
+        number, scale = np.int32(self.step), np.float32(self.scale)
+        self.weights, self.state, sums = self.step_fn(self.weights, self.state, self.frozen, batch, number, scale)
+        return sums
+
+    def row(self, sums: Any, began: float) -> dict[str, float]:
+        """A step's means."""
+        total, count, metrics, norm = sums
+        row = {"step": float(self.step), **mean_of({"loss": (total, count), **metrics})}
+        return row | {"gradient_norm": float(norm), "count": float(count), "seconds": time.perf_counter() - began}
+
+    def trouble(self, row: dict[str, float]) -> str | None:
+        """What is wrong with a step, if anything is.
+
+        Raises:
+          DataError: it had nothing to learn from.
+        """
+        if not row["count"]:
+            raise DataError(f"step {self.step}: no token to train on; check the data")
+        if not np.isfinite(row["loss"]) or not np.isfinite(row["gradient_norm"]):
+            return f"loss {row['loss']}, gradient norm {row['gradient_norm']}"
+        rose = bool(self.settings.rebound) and self.guard.observe(row["loss"])
+        return "the loss has rebounded" if rose else None
+
+    def check(self, metrics: dict[str, float]) -> None:
+        """Take a validation: are these the best weights so far, and shall the run go on?"""
+        before = self.trace.best_loss
+        self.trace.validations.append({"step": float(self.step), **metrics})
+        if why := self.watch(self.trace):
+            self.happened({"step": self.step, "event": "stopped", "why": why})
+        elif metrics["loss"] < before:
+            self.trace.best_step = self.step
+            self.best = to_host_memory(self.weights)
+
+    def happened(self, event: dict[str, Any]) -> None:
+        """Keep an event and tell of it."""
+        self.trace.events.append(event)
+        self.on_event(event)
+
+    def save(self, checkpoints: Checkpoints) -> None:
+        """Begin to save all that the next step depends on."""
+        arrays = {"weights": self.weights, "optimizer": self.state}
+        if self.best is not None and self.trace.best_step != self.step:
+            arrays["best"] = self.best
+        about = {"trace": self.trace.state(), "guard": self.guard.state(), "cursor": self.batches.state()}
+        checkpoints.save(self.step, arrays, about | {"rollbacks": self.rollbacks, "scale": self.scale})
+
+    def restore(self, step: int) -> dict[str, Any]:
+        """Take a checkpoint's place in all but the batches; what was saved about it."""
+        assert self.checkpoints is not None
+        about = self.checkpoints.about(step)
+        self.trace = Trace(**about["trace"])
+        self.guard.restore(about["guard"])
+        self.rollbacks, self.scale, self.step = about["rollbacks"], about["scale"], step
+        wanted = {"weights": shapes_of(self.weights), "optimizer": shapes_of(self.state)}
+        if self.trace.best_step not in (0, step):
+            wanted["best"] = shapes_of(self.weights)
+        arrays = self.checkpoints.arrays(step, wanted)
+        self.weights, self.state = arrays["weights"], arrays["optimizer"]
+        self.best = to_host_memory(arrays.get("best", self.weights)) if self.trace.best_step else None
+        return about
+
+    def roll_back(self, trouble: str, loss: float) -> None:
+        """Restore a good checkpoint with a lower learning rate; the batches go on from where they are.
+
+        Raises:
+          DataError: there are no checkpoints, or they have not helped.
+        """
+        cure = "check the data, or lower the learning rate"
+        if self.checkpoints is None:
+            raise DataError(f"step {self.step}: {trouble}; {cure}")
+        if self.rollbacks == ROLLBACKS:
+            raise DataError(f"step {self.step}: {trouble}, after {ROLLBACKS} returns to a checkpoint; {cure}")
+        # A rebound began up to a window ago; where nothing that old is kept, the oldest must do.
+        found = [step for step in self.checkpoints.steps() if step < self.step]
+        sound = [step for step in found if step <= self.step - self.guard.window] if np.isfinite(loss) else found
+        target = (sound or found[:1] or [0])[-1]
+        rollbacks, scale, events = self.rollbacks + 1, self.scale * SLOWER, self.trace.events
+        event = {"step": self.step, "event": "rollback", "why": trouble, "to": target, "scale": scale}
+        if target:
+            self.restore(target)
+            self.checkpoints.keep_until(target)
+        else:
+            self.start()
+        self.rollbacks, self.scale, self.trace.events = rollbacks, scale, events
+        self.happened(event)
+
+    def shrink(self, error: Exception) -> None:
+        """After an out-of-memory error, go back to the last checkpoint with fewer rows at a time.
+
+        Raises:
+          JaxRuntimeError: the error, if it was another, or nothing can be made smaller, or there is no way back.
+        """
+        smaller = halved(self.settings, self.mesh)
+        if smaller is None or self.checkpoints is None or not is_out_of_device_memory(error):
+            raise error
+        event = {"step": self.step, "event": "out of memory", "per_device_batch": smaller.per_device_batch}
+        self.settings = smaller
+        self.step_fn, _ = make_step(self.loss_fn, smaller, self.mesh)
+        saved = self.checkpoints.steps()
+        # The step that failed may have consumed the weights that were donated to it.
+        if saved:
+            cursor = self.restore(saved[-1])["cursor"]
+        else:
+            self.start()
+            cursor = self.origin
+        self.batches.restore(cursor)
+        self.happened(event)
+
+    def result(self) -> tuple[Any, Trace]:
+        """The weights that are kept, and the trace.
+
+        Raises:
+          DataError: `watch` let none pass.
+        """
+        if self.best is not None:
+            return jax.tree.map(to_device_memory, self.best), self.trace
+        if self.trace.stopped:
+            raise DataError(f"step {self.step}: {self.trace.events[-1]['why']}, and no weights from before to keep")
+        self.trace.best_step = self.step
+        return self.weights, self.trace
+
+
+def to_host_memory(tree: Any) -> Any:
+    """A copy beside the devices' memory, sharded as it was."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")), tree)
+
+
+def to_device_memory(leaf: jax.Array) -> jax.Array:
+    """The way back."""
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
