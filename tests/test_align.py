@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
 from compress.align.loss import (
@@ -21,9 +19,9 @@ from compress.align.loss import (
     sft_loss,
     token_nll,
 )
-from compress.align.preference import PREFERENCE_LOSSES
+from compress.align.mix import Staged
 from compress.align.settings import Align
-from compress.align.stage import Reference, quantized_base, run
+from compress.align.stage import PairStream, Reference, quantized_base, run
 from compress.data.batches import PairBatches
 from compress.data.rows import Rows
 from compress.errors import DataError, RecipeError
@@ -46,32 +44,13 @@ def quick_compilation():
         yield
 
 
-# name -> definition on a pair's log-ratios of policy to reference
-DEFINITIONS = {"dpo": lambda chosen, rejected, beta: math.log1p(math.exp(-beta * (chosen - rejected)))}
-ratio = st.floats(-50, 50, width=32)
-
-
-@pytest.mark.parametrize("method", PREFERENCE_LOSSES)
-@settings(max_examples=60, deadline=None)
-@given(chosen=ratio, rejected=ratio, beta=st.floats(0.01, 2))
-def test_a_preference_loss_is_its_definition(method, chosen, rejected, beta):
-    value = PREFERENCE_LOSSES[method](jnp.float32(chosen), jnp.float32(rejected), beta=beta)
-    assert float(value) == pytest.approx(DEFINITIONS[method](chosen, rejected, beta), rel=1e-4, abs=1e-6)
-
-
-def test_dpo_of_a_hopeless_pair_is_large_and_finite():
-    value, slope = jax.value_and_grad(PREFERENCE_LOSSES["dpo"])(jnp.float32(-2000), jnp.float32(2000), beta=0.5)
-    assert (float(value), float(slope)) == (2000.0, -0.5)
-
-
 @pytest.fixture(scope="module")
 def parts():
     """A base with its fresh and its random adapters, pairs with the reference's log-probabilities, compiled losses."""
     base, fresh = tiny.base_and_adapters()
     _, adapters = tiny.base_and_adapters(1)
     reference = jax.jit(lambda batch: sequence_log_probability(tiny.STUDENT, base, batch))
-    (pairs,) = Reference(reference).fill([tiny.pairs(0)])
-    return base, fresh, adapters, pairs
+    return base, fresh, adapters, Reference(reference).fill(tiny.pairs(0))
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +98,6 @@ def test_dpo_of_a_model_is_its_definition(parts, dpo):
         for batch in (pairs.chosen, pairs.rejected)
     ]
     total, count, metrics = dpo(adapters, base, pairs, None)
-    wanted = [DEFINITIONS["dpo"](chosen, rejected, BETA) for chosen, rejected in zip(*ratios)]
     margins = BETA * (ratios[0] - ratios[1])
     assert np.abs(margins).max() > 0.1
     sums = {
@@ -128,7 +106,10 @@ def test_dpo_of_a_model_is_its_definition(parts, dpo):
         "reward_chosen": BETA * ratios[0].sum(),
         "reward_rejected": BETA * ratios[1].sum(),
     }
-    assert float(total) == pytest.approx(sum(wanted), rel=1e-4)
+    assert float(total) == pytest.approx(np.log1p(np.exp(-margins)).sum(), rel=1e-4)
+    nll, targets = metrics.pop("cross_entropy")
+    chosen = tiny.dense_log_probability(tiny.STUDENT, policy, pairs.chosen)
+    assert (float(nll), float(targets)) == (pytest.approx(-chosen.sum(), rel=1e-4), pairs.chosen.mask.sum())
     assert {name: float(value) for name, (value, _) in metrics.items()} == pytest.approx(sums, rel=1e-3, abs=1e-3)
     assert {float(weight) for _, weight in metrics.values()} == {float(count)} == {8.0}
 
@@ -215,7 +196,7 @@ def test_the_reference_is_computed_once_a_pair():
     reference = Reference(ask)
     one, two = tiny.pairs(0), tiny.pairs(1)
     mixed = jax.tree.map(lambda a, b: np.concatenate([a[:4], b[4:]]), two, one)
-    filled = list(reference.fill([one, two, mixed, one]))
+    filled = [reference.fill(pairs) for pairs in (one, two, mixed, one)]
     assert ask.calls == 4  # both sides of two batches
     for pairs in filled:
         np.testing.assert_array_equal(pairs.reference_chosen, -(pairs.chosen.tokens * pairs.chosen.mask).sum(1))
@@ -228,7 +209,9 @@ def test_pairs_that_differ_in_their_targets_alone_are_two_pairs():
     pairs = tiny.pairs(0)
     fewer = dataclasses.replace(pairs.rejected, mask=np.where(np.arange(tiny.LENGTH) > 6, 0, pairs.rejected.mask))
     assert (fewer.mask != pairs.rejected.mask).any()
-    list(Reference(ask).fill([pairs, dataclasses.replace(pairs, rejected=fewer)]))
+    reference = Reference(ask)
+    for one in (pairs, dataclasses.replace(pairs, rejected=fewer)):
+        reference.fill(one)
     assert ask.calls == 4
 
 
@@ -358,6 +341,54 @@ def test_scores_of_held_out_pairs_are_those_of_the_folder_written(aligned, data,
         scores["rejected"], scores["reference_rejected"]
     )
     assert 0.1 * margins.mean() == pytest.approx(facts["validation"]["after"]["margin"], rel=1e-3)
+
+
+def test_a_stream_of_pairs_continues_exactly_with_its_mix(folders, data):
+    tokenizer = load(folders / "float").tokenizer
+
+    def made():
+        rows = Rows(data / "train.jsonl", kinds=("preference",))
+        batches = PairBatches(rows, tokenizer, size=4, length=12, seed=1, sample=0.5, epochs=3)
+        mix = Staged()
+        return PairStream(batches, Reference(Counting()), mix), mix
+
+    def handed(stream, mix, steps):
+        for number in steps:
+            yield next(stream)
+            if number % 2:
+                mix.observe(0.5)
+
+    whole = list(handed(*made(), range(9)))
+    assert [pairs.weight.tolist() for pairs in whole[::2]] == [[w] * 4 for w in (0, 0.25, 0.5, 0.75, 1)]
+    for at in range(9):
+        first, mix = made()
+        list(handed(first, mix, range(at)))
+        second, mix = made()
+        second.restore(json.loads(json.dumps(first.state())))
+        jax.tree.map(np.testing.assert_array_equal, list(handed(second, mix, range(at, 9))), whole[at:])
+
+
+def test_a_method_without_a_reference_asks_for_none(folders, data):
+    rows = Rows(data / "train.jsonl", kinds=("preference",))
+    pairs = next(PairStream(PairBatches(rows, load(folders / "float").tokenizer, size=4, length=12), None, None))
+    assert not pairs.reference_chosen.any() and not pairs.reference_rejected.any() and (pairs.weight == 1).all()
+
+
+def test_a_staged_mix_begins_with_sft_and_says_what_pairs_weigh(folders, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda: None)
+    asked = []
+    fill = Reference.fill
+    monkeypatch.setattr(Reference, "fill", lambda self, pairs: asked.append(1) or fill(self, pairs))
+    options = {"mix": "staged", "sample": 0.5, "sft_weight": 0.1, "valid_every": 2, "steps": 8}
+    facts, trace = align(folders / "quantized", data, tmp_path / "out", "simpo", **options)
+    weights = [row["preference_weight"] for row in trace["validations"]]
+    assert weights[:2] == [0, 0.25] and set(weights) <= {0, 0.25, 0.5, 0.75, 1}
+    first, second = trace["steps"][:2]
+    assert first["loss"] == pytest.approx(first["cross_entropy"], rel=1e-5)  # answers of one length
+    assert second["loss"] < first["loss"]
+    assert facts["validation"]["after"]["margin"] > facts["validation"]["before"]["margin"]
+    assert len(asked) == 1  # for the one batch of held-out pairs, of which the report wants it
+    assert json.loads((tmp_path / "out" / "preference.json").read_text())["beta"] == 1.0
 
 
 def test_completions_have_no_preference_scores(aligned):

@@ -96,6 +96,37 @@ def test_a_stream_continues_exactly_after_any_batch(texts, byte_tokenizer, buffe
         assert second.rows.quarantine.read in (0, 26)
 
 
+@pytest.mark.parametrize("buffer", [40, 1 << 20])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_sample_is_a_share_of_each_epoch_drawn_anew_and_resumable(texts, byte_tokenizer, buffer, shuffle):
+    def made(sample):
+        options = {"size": 2, "length": 12, "seed": 3, "epochs": 2, "buffer": buffer, "shuffle": shuffle}
+        return Batches(Rows(texts), byte_tokenizer, sample=sample, **options)
+
+    def rows(batches):
+        """The rows of single letters that the batches hold."""
+        found = [batch.tokens[b, batch.segments[b] == s] for batch in batches for b in range(2) for s in range(1, 5)]
+        return [byte_tokenizer.decode(ids) for ids in found if len(ids)]
+
+    stream = made(0.5)
+    steps = stream.steps_per_epoch()
+    whole = list(stream)
+    epochs = rows(whole[:steps]), rows(whole[steps:])
+    every = {row.values["text"] for row in Rows(texts)}
+    for epoch in epochs:
+        assert set(epoch) < every and len(set(epoch)) == len(epoch)  # without replacement
+        assert len(epoch) == pytest.approx(13, abs=0 if buffer > 40 else 3)  # a buffer rounds
+    assert set(epochs[0]) != set(epochs[1])
+    for at in range(len(whole) + 1):
+        first, second = made(0.5), made(0.5)
+        list(itertools.islice(first, at))
+        second.restore(json.loads(json.dumps(first.state())))
+        rest = list(second)
+        assert len(rest) == len(whole) - at and all(equal(a, b) for a, b in zip(rest, whole[at:]))
+    with pytest.raises(DataError, match="sample changed"):
+        made(0.6).restore(stream.state())
+
+
 def test_a_state_of_other_settings_or_data_is_refused(texts, byte_tokenizer, tmp_path):
     state = Batches(Rows(texts), byte_tokenizer, size=2, length=12).state()
     other = write(tmp_path, [{"text": "abc"}], "other.jsonl")
@@ -141,6 +172,86 @@ def test_pairs_stand_side_by_side_and_cut_ones_are_counted(tmp_path, byte_tokeni
     rows = Rows(path, kinds=["preference"])
     list(PairBatches(rows, byte_tokenizer, size=3, length=8, epochs=1, room=8))
     assert rows.quarantine.reasons == {"no target left in 8 tokens": 1}
+
+
+BAD_PAIRS = [
+    {"prompt": "p", "chosen": "a", "rejected": "b", "id": 1},
+    {"prompt": "p", "chosen": "a", "rejected": "a"},
+    {"prompt": "p", "chosen": "", "rejected": "b"},
+    {"prompt": "p", "chosen": "a", "rejected": " \n"},
+    {"prompt": "p", "chosen": "a", "rejects": "b"},
+    {"prompt": "p", "chosen": "c", "rejected": "d", "id": 1},
+    {"prompt": "x" * 40, "chosen": "a", "rejected": "b", "id": 2},
+    {"prompt": "p", "chosen": "a" * 20 + "b", "rejected": "a" * 20},
+    {"prompt": "p", "chosen": "e", "rejected": "f", "id": "1"},
+]
+TWO = [{"role": "assistant", "content": text} for text in ("yes", " ")]
+
+
+def test_every_bad_pair_is_listed_with_its_reason_and_the_counts_add_up(tmp_path, byte_tokenizer):
+    path = write(tmp_path, BAD_PAIRS)
+    path.write_bytes(path.read_bytes() + b'{"prompt": "p", "chosen": "\xff", "rejected": "b"}\n')
+    rows = Rows(path, kinds=["preference"], bad_rows="skip")
+    found = list(PairBatches(rows, byte_tokenizer, size=4, length=8, epochs=1, shuffle=False))
+    quarantine = rows.quarantine
+    assert (quarantine.read, quarantine.kept, quarantine.skipped) == (10, 3, 7)
+    assert sum(int((batch.chosen.mask.sum(1) > 0).sum()) for batch in found) == 3
+    reasons = {int(where.rpartition(":")[2]): reason for where, reason in quarantine.listed}
+    said = {
+        2: "'chosen' and 'rejected' are equal",
+        3: "'chosen' is an empty answer",
+        4: "'rejected' is an empty answer",
+        5: "lacks column 'rejected'",
+        6: "'id' repeats that of an earlier row",
+        8: "both answers are the same in 8 tokens",
+        10: "not UTF-8",
+    }
+    assert reasons.keys() == said.keys()
+    assert all(said[line] in reason for line, reason in reasons.items())
+    # The prompt of line 7 is too long: it keeps its end, and the answer is whole.
+    assert byte_tokenizer.decode(found[0].chosen.tokens[1]).rstrip("</s>") == "x" * 6 + "a"
+
+
+@pytest.mark.parametrize("line", [2, 3, 4, 5, 6])
+def test_a_bad_pair_stops_the_reading_by_default(tmp_path, byte_tokenizer, line):
+    path = write(tmp_path, [BAD_PAIRS[0], BAD_PAIRS[line - 1]])
+    with pytest.raises(DataError, match=r"data.jsonl:2: .*--bad-rows skip"):
+        list(PairBatches(Rows(path, kinds=["preference"]), byte_tokenizer, size=2, length=8, epochs=1))
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"), [((TWO[0], TWO[0]), "are equal"), ((TWO[0], TWO[1]), "'rejected' is an empty")]
+)
+def test_answers_that_are_messages_are_two_answers_too(tmp_path, answers, said):
+    path = write(tmp_path, [{"prompt": "p", "chosen": answers[:1], "rejected": answers[1:]}])
+    with pytest.raises(DataError, match=said):
+        list(Rows(path, kinds=["preference"]))
+
+
+@pytest.mark.parametrize("buffer", [30, 1 << 20])
+def test_pairs_with_an_id_twice_are_the_same_ones_after_a_restart(tmp_path, byte_tokenizer, buffer):
+    made_of = [{"prompt": "p", "chosen": f"a{i}", "rejected": "b", "id": i % 9} for i in range(20)]
+    path = write(tmp_path, made_of)
+
+    def made():
+        rows = Rows(path, kinds=["preference"], bad_rows="skip")
+        return PairBatches(rows, byte_tokenizer, size=2, length=8, seed=3, epochs=2, buffer=buffer)
+
+    whole = list(made())
+    assert len(whole) == 2 * made().steps_per_epoch()
+    assert sum(int((batch.chosen.mask.sum(1) > 0).sum()) for batch in whole) == 18
+    for at in range(len(whole)):
+        first, second = made(), made()
+        list(itertools.islice(first, at))
+        second.restore(first.state())
+        assert all(equal(a, b) for a, b in zip(second, whole[at:], strict=True))
+        assert (second.rows.quarantine.read, second.rows.quarantine.skipped) == (20, 11)
+
+
+def test_a_column_of_another_name_may_be_the_id(tmp_path):
+    path = write(tmp_path, [{"prompt": "p", "chosen": "a", "rejected": "b", "id": 1, "row": i} for i in range(2)])
+    assert len(list(Rows(path, kinds=["preference"], columns={"id": "row"}))) == 2
+    assert len(list(Rows(path))) == 2  # where other rows than pairs may come, an id is a column like any other
 
 
 def test_documents_are_rows_or_blocks_of_1024_tokens(tmp_path, byte_tokenizer):

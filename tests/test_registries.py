@@ -5,7 +5,7 @@ import typing
 import pytest
 
 from compress.align.preference import PREFERENCE_LOSSES
-from compress.align.settings import Align
+from compress.align.settings import OWN, Align
 from compress.distill.divergences import DIVERGENCES
 from compress.distill.settings import Distill
 from compress.keys import keys, kind_of
@@ -37,6 +37,10 @@ def choices(schema: type, name: str) -> set[str]:
 )
 def test_a_key_of_the_settings_may_name_every_entry_of_its_registry_and_no_other(schema, name, registry):
     assert choices(schema, name) == registry
+
+
+def test_every_method_of_align_says_which_keys_are_its_own():
+    assert OWN.keys() == choices(Align, "method")
 
 
 def test_every_format_says_how_it_is_loaded():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from compress.align.preference import PREFERENCE_LOSSES
+from compress.align.preference import PREFERENCE_LOSSES, Pairs
 from compress.data.batch import Batch, PairBatch
 from compress.distill.divergences import forward_kl
 from compress.models.config import DecoderConfig
@@ -58,34 +58,66 @@ def both(pairs: PairBatch) -> Batch:
 
 
 def preference_loss(
-    config: DecoderConfig, scale: float, *, method: str = "dpo", beta: float = 0.1, dropout: float = 0.0
+    config: DecoderConfig,
+    scale: float,
+    *,
+    method: str = "dpo",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    margin: float = 0.0,
+    reference_free: bool = False,
+    sft_weight: float = 0.0,
+    dropout: float = 0.0,
 ) -> LossFn:
-    """A preference loss for `fit`, vmapped over pairs; the batch carries the reference's log-probabilities.
+    """A preference loss for `fit`, a value a pair; the batch carries the reference's log-probabilities.
 
-    A pair whose answers have no target (a row that fills up the batch) counts nothing. Metrics: the rewards
-    `beta * log-ratio` of both answers, their margin, and accuracy: the share of pairs with a positive margin.
+    A pair counts `weight * (loss + sft_weight * NLL) + (1 - weight) * NLL`, with `weight` the batch's and NLL that of
+    a token of the chosen answer. One whose answers have no target (a row that fills up the batch) counts nothing.
+    Metrics: the rewards of both answers, which are beta times what the method compares, their margin; accuracy, the
+    share of pairs with a positive margin; and the chosen answers' cross-entropy a token.
+
+    Args:
+      reference_free: take the reference's log-probabilities as zero.
     """
-    pair_loss = jax.vmap(partial(PREFERENCE_LOSSES[method], beta=beta))
+    kind = PREFERENCE_LOSSES[method]
+    has_reference = needs_reference(method, reference_free)
 
     def loss(adapters: Stacked, base: Stacked, pairs: PairBatch, keys):
         # Both answers of a pair drop the same units, as one row of the data.
         keys = None if keys is None else jnp.concatenate([keys, keys])
         policy = with_adapters(base, adapters, scale, rate=dropout, keys=keys)
-        chosen, rejected = jnp.split(sequence_log_probability(config, policy, both(pairs)), 2)
-        chosen, rejected = chosen - pairs.reference_chosen, rejected - pairs.reference_rejected
-        real = ((pairs.chosen.mask.sum(1) > 0) & (pairs.rejected.mask.sum(1) > 0)).astype(jnp.float32)
-        count = real.sum()
-        margin = beta * (chosen - rejected)
-        rows = {
-            "margin": margin,
-            "accuracy": (margin > 0).astype(jnp.float32),
+        answers = both(pairs)
+        log_probability = sequence_log_probability(config, policy, answers)
+        targets = answers.mask[:, 1:].sum(axis=1)
+        tokens = jnp.maximum(targets, 1)
+        reference = jnp.concatenate([pairs.reference_chosen, pairs.reference_rejected]) if has_reference else 0.0
+        ratios = log_probability - reference
+        chosen, rejected = jnp.split(ratios / tokens if kind.average else ratios, 2)
+        real = jnp.minimum(*jnp.split(targets, 2)) > 0
+        values = kind.loss(Pairs(chosen, rejected, real, beta, label_smoothing, margin))
+        nll = -(log_probability / tokens)[: len(real)]
+        values = pairs.weight * (values + sft_weight * nll) + (1 - pairs.weight) * nll
+
+        def total(rows):
+            return jnp.where(real, rows, 0.0).sum()
+
+        count = real.sum().astype(jnp.float32)
+        rewards = {
+            "margin": beta * (chosen - rejected),
+            "accuracy": (chosen > rejected).astype(jnp.float32),
             "reward_chosen": beta * chosen,
             "reward_rejected": beta * rejected,
         }
-        metrics = {name: ((value * real).sum(), count) for name, value in rows.items()}
-        return (pair_loss(chosen, rejected) * real).sum(), count, metrics
+        metrics = {name: (total(rows), count) for name, rows in rewards.items()}
+        metrics["cross_entropy"] = (-total(log_probability[: len(real)]), total(targets[: len(real)]))
+        return total(values), count, metrics
 
     return loss
+
+
+def needs_reference(method: str, reference_free: bool) -> bool:
+    """Whether a preference method compares the policy with the reference."""
+    return PREFERENCE_LOSSES[method].reference and not reference_free
 
 
 def policy_divergence(config: DecoderConfig, policy: Stacked, reference: Stacked, batch: Batch, *, chunk: int = 512):

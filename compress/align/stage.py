@@ -3,14 +3,23 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from compress.align.loss import both, policy_divergence, preference_loss, sequence_log_probability, sft_loss
+from compress.align.loss import (
+    both,
+    needs_reference,
+    policy_divergence,
+    preference_loss,
+    sequence_log_probability,
+    sft_loss,
+)
+from compress.align.mix import Staged
+from compress.align.preference import PREFERENCE_LOSSES
 from compress.align.settings import Align
 from compress.data.batch import Batch, PairBatch
 from compress.data.batches import Batches, PairBatches
@@ -47,7 +56,7 @@ def run(settings: Align, common: Common) -> dict[str, Any]:
         (folder / TRACE).write_text(trace.to_json())
         scores = trainer.score_pairs(adapters)
         if scores:
-            (folder / PAIRS).write_text(json.dumps({**scores, "beta": settings.beta}) + "\n")
+            (folder / PAIRS).write_text(json.dumps({**scores, "beta": trainer.reward_scale}) + "\n")
         weights = to_host(unstack(base.config, adapters))
         kept = Adapters({**weights}, settings.rank, settings.alpha, settings.dropout, settings.model)
         facts = {"stage": "align", "method": settings.method, "model": settings.model, **trainer.facts()}
@@ -87,6 +96,7 @@ class Trainer:
         stacked = stack(base.config, cast(base.weights, common.dtype) | adapters)
         self.adapters, self.base = partition(stacked, is_adapter)
         self.is_preference = settings.method != "sft"
+        self.mix = Staged() if settings.mix == "staged" else None
         kinds = ("preference",) if self.is_preference else ("completion", "messages", "text", "tokens")
         options = {"columns": common.data.columns, "bad_rows": common.data.bad_rows, "kinds": kinds}
         self.rows, self.valid = training_and_held_out(settings.data, settings.valid, **options)
@@ -109,32 +119,45 @@ class Trainer:
             **options,
         )
 
+    @property
+    def reward_scale(self) -> float:
+        """What the report multiplies log-ratios by: beta where the method's rewards are sums of them, else 1."""
+        return 1.0 if PREFERENCE_LOSSES[self.settings.method].average else self.settings.own["beta"]
+
     def loss(self, *, dropout: float):
         """The method's loss for `fit`."""
         if not self.is_preference:
             return sft_loss(self.config, self.scale, dropout=dropout)
         settings = self.settings
-        return preference_loss(self.config, self.scale, method=settings.method, beta=settings.beta, dropout=dropout)
+        options = {**settings.own, "sft_weight": settings.sft_weight, "dropout": dropout}
+        return preference_loss(self.config, self.scale, method=settings.method, **options)
 
     def train(self):
         """The trained adapters and their trace."""
-        batches = self.batches(self.rows)
+        batches = self.batches(self.rows, sample=self.settings.sample)
         self.checks = held_out(partial(self.batches, self.valid), self.settings)
         if self.is_preference:
-            self.checks = list(self.reference.fill(self.checks))
+            self.checks = [self.reference.fill(pairs) for pairs in self.checks]
         plan = fit_settings(self.settings, batches, self.common.seed)
         stage, counted = f"align ({self.settings.method})", "pairs" if self.is_preference else "tokens"
         adapters, trace = fit(
             self.loss(dropout=self.settings.dropout),
             self.adapters,
             self.base,
-            self.reference.fill(batches) if self.is_preference else batches,
+            self.stream(batches),
             plan,
             mesh=mesh_of_devices(),
             validate=self.validator(),
             on_step=reporter(self.common.progress, stage, plan.steps, counted),
         )
         return adapters, trace
+
+    def stream(self, batches: Batches) -> "Batches | PairStream":
+        """`batches` with what the loss needs beside them."""
+        if not self.is_preference:
+            return batches
+        compares = needs_reference(self.settings.method, self.settings.reference_free)
+        return PairStream(batches, self.reference if compares else None, self.mix)
 
     def validator(self) -> Callable[[Stacked], dict[str, float]]:
         """Held-out loss and metrics, and the exact KL(policy || reference) a token."""
@@ -149,7 +172,11 @@ class Trainer:
         def validate(adapters: Stacked) -> dict[str, float]:
             parts = [divergence(adapters, self.base, batch) for batch in rows]
             kl = (sum(float(total) for total, _ in parts), sum(float(count) for _, count in parts))
-            return measure(adapters) | mean_of({"kl_to_reference": kl})
+            found = measure(adapters) | mean_of({"kl_to_reference": kl})
+            if self.mix is not None:
+                self.mix.observe(found["accuracy"])
+                found["preference_weight"] = self.mix.weight
+            return found
 
         return validate
 
@@ -186,15 +213,47 @@ class Reference:
         self.log_probability = log_probability
         self.kept: dict[bytes, tuple[float, float]] = {}
 
-    def fill(self, batches: Iterable[PairBatch]) -> Iterator[PairBatch]:
-        """The same batches with the reference's columns."""
-        for pairs in batches:
-            keys = fingerprints(pairs)
-            if any(key not in self.kept for key in keys):
-                chosen, rejected = (np.asarray(self.log_probability(side)) for side in (pairs.chosen, pairs.rejected))
-                self.kept |= {key: (float(chosen[i]), float(rejected[i])) for i, key in enumerate(keys)}
-            columns = np.array([self.kept[key] for key in keys], np.float32)
-            yield dataclasses.replace(pairs, reference_chosen=columns[:, 0], reference_rejected=columns[:, 1])
+    def fill(self, pairs: PairBatch) -> PairBatch:
+        """The same batch with the reference's columns."""
+        keys = fingerprints(pairs)
+        if any(key not in self.kept for key in keys):
+            chosen, rejected = (np.asarray(self.log_probability(side)) for side in (pairs.chosen, pairs.rejected))
+            self.kept |= {key: (float(chosen[i]), float(rejected[i])) for i, key in enumerate(keys)}
+        columns = np.array([self.kept[key] for key in keys], np.float32)
+        return dataclasses.replace(pairs, reference_chosen=columns[:, 0], reference_rejected=columns[:, 1])
+
+
+class PairStream:
+    """Batches of pairs with the reference's log-probabilities and the mix's weight, resumable as `batches` are."""
+
+    def __init__(self, batches: Batches, reference: Reference | None, mix: Staged | None):
+        """Without a `reference` its columns stay zero, and without a `mix` the weight stays 1."""
+        self.batches, self.reference, self.mix = batches, reference, mix
+
+    def __iter__(self) -> Iterator[PairBatch]:
+        return self
+
+    def __next__(self) -> PairBatch:
+        pairs = next(self.batches)
+        if self.reference is not None:
+            pairs = self.reference.fill(pairs)
+        if self.mix is not None:
+            pairs = dataclasses.replace(pairs, weight=np.full_like(pairs.weight, self.mix.take()))
+        return pairs
+
+    def state(self) -> dict[str, Any]:
+        """The state of `batches`, and the mix's beside it."""
+        return self.batches.state() | ({} if self.mix is None else {"mix": self.mix.state()})
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a `state`.
+
+        Raises:
+          DataError: it was made with other settings, data or tokenizer.
+        """
+        self.batches.restore(state)
+        if self.mix is not None:
+            self.mix.restore(state["mix"])
 
 
 def fingerprints(pairs: PairBatch) -> list[bytes]:

@@ -37,12 +37,14 @@ class PairBatch:
     Attributes:
       reference_chosen, reference_rejected: log-probability of the answer's targets under the reference policy;
         zero until it has been computed.
+      weight: of the preference loss, 0 to 1; the rest of 1 is that of the chosen answer's cross-entropy.
     """
 
     chosen: Batch
     rejected: Batch
     reference_chosen: Float32[Array | np.ndarray, " B"]
     reference_rejected: Float32[Array | np.ndarray, " B"]
+    weight: Float32[Array | np.ndarray, " B"]
 
 
 def _register(kind: type) -> None:

@@ -7,12 +7,13 @@ import numpy as np
 
 from compress.data.examples import Example, example, fit, fit_pair, pair
 from compress.data.pack import batch_of, pack, pair_batch_of, pieces
-from compress.data.rows import Quarantine, Row, Rows
+from compress.data.rows import START, Quarantine, Row, Rows
 from compress.errors import DataError
 from compress.tokenizer import Tokenizer
 
-START = (0, 0, 1)
 BUFFER = 1 << 24  # tokens
+# Why a row is of no use, before its length.
+NO_TARGET, EQUAL = "no target left in", "both answers are the same in"
 
 
 class Batches:
@@ -27,6 +28,7 @@ class Batches:
     Args:
       epochs: stop after so many; endless if None.
       room: tokens that a prompt may keep where it and its completion are too long; half of `length` if None.
+      sample: share of a buffer's examples that an epoch uses, drawn without replacement by (seed, epoch).
     Raises:
       DataError: a bad row, if `rows` doesn't skip them, or no row that is of use.
     """
@@ -42,13 +44,14 @@ class Batches:
         epochs: int | None = None,
         shuffle: bool = True,
         room: int | None = None,
+        sample: float = 1.0,
         buffer: int = BUFFER,
     ):
         if size < 1 or length < 2:
             raise ValueError(f"a batch of {size} rows of {length} tokens: need at least 1 row of 2")
         self.rows, self.tokenizer = rows, tokenizer
         self.size, self.length, self.seed, self.epochs = size, length, seed, epochs
-        self.shuffle, self.room, self.buffer = shuffle, room, buffer
+        self.shuffle, self.room, self.sample, self.buffer = shuffle, room, sample, buffer
         self.tokens = 0  # that are not padding, of the batches so far
         self.slots = 0
         self._epoch, self._start, self._batch = 0, START, 0
@@ -104,7 +107,7 @@ class Batches:
         """Batches of an epoch; reads all rows, once if they fit the buffer."""
         twin = type(self)(
             self.rows, self.tokenizer, size=self.size, length=self.length, seed=self.seed, epochs=1,
-            shuffle=self.shuffle, room=self.room, buffer=self.buffer,
+            shuffle=self.shuffle, room=self.room, sample=self.sample, buffer=self.buffer,
         )  # fmt: skip
         counts, held = 0, self.rows.quarantine
         try:
@@ -129,6 +132,7 @@ class Batches:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "room": self.room,
+            "sample": self.sample,
             "buffer": self.buffer,
             "data": self.rows.sha256,
             "tokenizer": self.tokenizer.fingerprint,
@@ -153,8 +157,11 @@ class Batches:
             self._end = None
         order = np.arange(len(items))
         generator = np.random.default_rng([self.seed, self._epoch, *self._start])
-        if self.shuffle:
+        if self.shuffle or self.sample < 1:
             generator.shuffle(order)
+        order = order[: max(1, round(self.sample * len(order)))]
+        if not self.shuffle:
+            order.sort()
         plan = self._arrange([items[i] for i in order])
         if self.shuffle:  # packing puts the long ones first
             plan = [plan[i] for i in generator.permutation(len(plan))]
@@ -186,16 +193,18 @@ class Batches:
         except DataError as error:
             self.rows.reject(row.where, str(error))
             return []
-        if not items:
-            self.rows.quarantine.skip(row.where, f"no target left in {self.length} tokens")
+        if isinstance(items, str):
+            self.rows.quarantine.skip(row.where, f"{items} {self.length} tokens")
+            return []
         return items
 
-    def _items(self, row: Row) -> list:
+    def _items(self, row: Row) -> list | str:
+        """The examples of a row, or what keeps it from having any."""
         sample = example(row, self.tokenizer)
         if row.kind in ("text", "tokens"):
-            return pieces(sample, self.length) if sample.mask.any() else []
+            return pieces(sample, self.length) if sample.mask.any() else NO_TARGET
         fitted = fit(sample, self.length, room=self.room, bos_id=self._bos_id)
-        return [] if fitted is None else [fitted]
+        return NO_TARGET if fitted is None else [fitted]
 
     def _arrange(self, items: list) -> list:
         """The rows of the batches to come."""
@@ -210,9 +219,11 @@ class Batches:
 class PairBatches(Batches):
     """Batches of `size` preference pairs, a pair a row, padded at the right; else as `Batches`."""
 
-    def _items(self, row: Row) -> list:
+    def _items(self, row: Row) -> list | str:
         fitted = fit_pair(*pair(row, self.tokenizer), length=self.length, room=self.room, bos_id=self._bos_id)
-        return [] if fitted is None else [fitted]
+        if fitted is None:
+            return NO_TARGET
+        return EQUAL if np.array_equal(fitted[0].tokens, fitted[1].tokens) else [fitted]
 
     def _arrange(self, items: list) -> list:
         return items

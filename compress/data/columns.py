@@ -35,7 +35,9 @@ def check_completion(found: dict[str, Any]) -> dict[str, Any]:
 def check_preference(found: dict[str, Any]) -> dict[str, Any]:
     """Strings, or lists of messages where the answers do not repeat the prompt."""
     if isinstance(found["chosen"], str) and isinstance(found["rejected"], str):
-        return {column: _string(column, found[column]) for column in ("prompt", "chosen", "rejected")}
+        values: dict[str, Any] = {column: _string(column, found[column]) for column in ("prompt", "chosen", "rejected")}
+        _require_two_answers(values)
+        return values
     chosen, rejected = (_messages(column, found[column]) for column in ("chosen", "rejected"))
     prompt = found.get("prompt")
     if prompt is None:
@@ -50,6 +52,7 @@ def check_preference(found: dict[str, Any]) -> dict[str, Any]:
     for column, answer in (("chosen", chosen), ("rejected", rejected)):
         values[column] = answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
         _answers(column, values[column])
+    _require_two_answers(values)
     return values
 
 
@@ -74,6 +77,21 @@ def _shared(chosen: list, rejected: list) -> list:
 def _answers(column: str, messages: list) -> None:
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"column {column!r} has no message of role 'assistant'")
+
+
+def _require_two_answers(values: dict[str, Any]) -> None:
+    for column in ("chosen", "rejected"):
+        if _is_blank(values[column]):
+            raise DataError(f"column {column!r} is an empty answer")
+    if values["chosen"] == values["rejected"]:
+        raise DataError("columns 'chosen' and 'rejected' are equal, so neither is preferred")
+
+
+def _is_blank(answer: str | list[dict[str, Any]]) -> bool:
+    if isinstance(answer, str):
+        return not answer.strip()
+    turns = [message for message in answer if message["role"] == "assistant"]
+    return not any(turn["content"].strip() or turn.get("tool_calls") for turn in turns)
 
 
 def _string(column: str, value: Any) -> str:

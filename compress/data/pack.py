@@ -79,4 +79,5 @@ def pair_batch_of(pairs: Sequence[tuple[Example, Example]], size: int, length: i
         batch_of([[rejected] for _, rejected in pairs], size, length, pad_id),
         zero,
         zero.copy(),
+        np.ones(size, np.float32),
     )

@@ -7,6 +7,8 @@ A row's kind is told by its columns:
     completion   prompt, completion         strings, or lists of messages
     tokens       tokens                     token ids
     text         text
+
+Where pairs alone are wanted, an `id` names one: a row that repeats an earlier row's is a bad one.
 """
 
 import codecs
@@ -30,7 +32,8 @@ KINDS = {
     "tokens": ("tokens",),
     "text": ("text",),
 }
-COLUMNS = {column: column for columns in KINDS.values() for column in columns}
+COLUMNS = {column: column for columns in KINDS.values() for column in columns} | {"id": "id"}
+START = (0, 0, 1)
 JSONL = {".jsonl", ".ndjson", ".json"}
 PLAIN = {".txt", ".text", ".md", ".rst", ""}
 MAX_LINE = 64 << 20  # bytes of a line
@@ -104,6 +107,8 @@ class Rows:
         self.kinds = tuple(kinds or KINDS)
         self.bad_rows = bad_rows
         self.quarantine = Quarantine()
+        self._ids: dict[str | float, tuple[int, int, int]] = {}  # and the `after` of the row that has each
+        self._known = START  # the ids of all rows before this are known
         if not self.paths:
             raise DataError("no data file was given")
         for path in self.paths:
@@ -122,8 +127,25 @@ class Rows:
             where, reason = (self.quarantine.listed or [("earlier", "see the list of skipped rows")])[0]
             raise DataError(f"none of the {self.quarantine.read} rows is of use; {where}: {reason}")
 
-    def read(self, start: tuple[int, int, int] = (0, 0, 1)) -> Iterator[Row]:
+    def read(self, start: tuple[int, int, int] = START) -> Iterator[Row]:
         """Rows from `start`, the `after` of an earlier row, on; counts go on too."""
+        first = min(start, self._known) if self.kinds == ("preference",) else start
+        for where, values, after in self._values(first):
+            is_wanted = after > start
+            self.quarantine.read += is_wanted
+            try:
+                kind, checked = self._check(values)
+                if self.kinds == ("preference",):
+                    self._require_new(values, after)
+            except DataError as error:
+                if is_wanted:
+                    self.reject(where, str(error))
+            else:
+                if is_wanted:
+                    yield Row(kind, checked, where, after)
+
+    def _values(self, start: tuple[int, int, int]) -> Iterator[tuple[str, Any, tuple[int, int, int]]]:
+        """What the files hold from `start` on, unchecked: where it stands, the value, where the next one starts."""
         index, offset, line = start
         for number in range(index, len(self.paths)):
             path = self.paths[number]
@@ -131,13 +153,7 @@ class Rows:
             with path.open("rb") as file:
                 file.seek(offset)
                 for where, values, after in read(file, path, line):
-                    self.quarantine.read += 1
-                    try:
-                        kind, checked = self._check(values)
-                    except DataError as error:
-                        self.reject(where, str(error))
-                        continue
-                    yield Row(kind, checked, where, (number, *after))
+                    yield where, values, (number, *after)
             offset, line = 0, 1
 
     def reject(self, where: str, reason: str) -> None:
@@ -193,6 +209,12 @@ class Rows:
             if kind in self.kinds and self._complete(kind, found):
                 return kind, CHECKS[kind](found)
         raise DataError(self._missing(values))
+
+    def _require_new(self, values: dict[str, Any], after: tuple[int, int, int]) -> None:
+        self._known = max(self._known, after)
+        name = values.get(self.columns["id"])
+        if isinstance(name, str | int | float) and self._ids.setdefault(name, after) != after:
+            raise DataError(f"column {self.columns['id']!r} repeats that of an earlier row")
 
     def _complete(self, kind: str, found: dict) -> bool:
         if kind == "preference" and "prompt" not in found:

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Iterator
 
-from compress.data.rows import Row, Rows
+from compress.data.rows import START, Row, Rows
 
 ONE_IN = 20
 
@@ -11,7 +11,7 @@ ONE_IN = 20
 class TrainingRows(Rows):
     """The rows that are not held out."""
 
-    def read(self, start: tuple[int, int, int] = (0, 0, 1)) -> Iterator[Row]:
+    def read(self, start: tuple[int, int, int] = START) -> Iterator[Row]:
         """As `Rows.read`, less the rows held out."""
         return (row for row in super().read(start) if not is_held_out(row))
 
@@ -19,7 +19,7 @@ class TrainingRows(Rows):
 class HeldOutRows(Rows):
     """The rows held out."""
 
-    def read(self, start: tuple[int, int, int] = (0, 0, 1)) -> Iterator[Row]:
+    def read(self, start: tuple[int, int, int] = START) -> Iterator[Row]:
         """As `Rows.read`, of the rows held out alone."""
         return (row for row in super().read(start) if is_held_out(row))
 
