@@ -14,7 +14,7 @@ from eval.stats import Estimate, paired_proportion, proportion, ratio
 
 @dataclasses.dataclass(frozen=True)
 class PairScores:
-    """One model's and its reference's log-probabilities on the same pairs; `beta` is DPO's."""
+    """One model's and its reference's log-probabilities on the same pairs; `beta` scales the margins."""
 
     chosen: Float[np.ndarray, " P"]
     rejected: Float[np.ndarray, " P"]
