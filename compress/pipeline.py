@@ -23,7 +23,7 @@ from compress.artifact import check_of, read_json, write_artifact
 from compress.data.rows import QUARANTINE, Rows, keep_quarantine
 from compress.display import to_json
 from compress.distill import stage as distill
-from compress.distill.student import make_student
+from compress.distill.student import initial_student
 from compress.errors import RecipeError
 from compress.evaluate import measure, open_windows, retention, summary
 from compress.generate.sampling import GREEDY
@@ -247,9 +247,9 @@ class Run:
         if teacher:
             found[metrics.TEACHER] = load(teacher).merged().dequantized()
         if "distill" in self.stages:
-            spec, source = self.settings["distill"].student, self.settings["distill"].teacher
+            source = self.settings["distill"].teacher
             whole = found[metrics.TEACHER] if teacher == source else load(source).merged().dequantized()
-            found[metrics.CUT] = make_student(spec, whole, seed=self.common.seed)
+            found[metrics.CUT] = initial_student(self.settings["distill"], self.common, whole)
             found[metrics.DISTILLED] = load(self.folder / "distill")
         return found
 

@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as arrays
 
 from compress.distill.divergences import DIVERGENCES
 from compress.distill.loss import distillation_loss, token_loss
-from compress.distill.student import cut_layers, even_layers, make_student
+from compress.distill.prune import cut_layers
+from compress.distill.student import even_layers, make_student
 from compress.errors import RecipeError
 from compress.models import decoder, read_config
 from compress.models.folder import Model, save
@@ -253,7 +254,7 @@ def test_layers_that_the_teacher_lacks_are_refused(spec):
 
 @pytest.mark.parametrize("spec", ["third", "layers:", "layers:1,", "layers:-1", "no/such/folder"])
 def test_a_student_that_is_nothing_known_is_refused_with_what_is(spec):
-    with pytest.raises(RecipeError, match=r"give half, layers:N, layers:0,2,5, a config.json, or a model folder"):
+    with pytest.raises(RecipeError, match=r"give half, layers:N, .* a config.json, or a model folder"):
         make_student(spec, model(), seed=0)
 
 

@@ -17,9 +17,10 @@ class Distill:
     student: str = field(
         default="half",
         metadata={
-            "help": "Model folder, config.json (fresh weights), or a cut of the teacher: half, layers:15, layers:0,2.",
+            "help": "Model folder, config.json (fresh weights), or a cut of the teacher: half, layers:15, layers:0,2, "
+            "cut:layers=15@importance,hidden=384,ffn=1024,kv_heads=2.",
             "model": True,
-            "unless": r"half|layers:\d+(,\d+)*",
+            "unless": r"half|layers:\d+(,\d+)*|cut:.*",
         },
     )
     valid: tuple[Path, ...] = field(

@@ -12,10 +12,10 @@ from compress.data.rows import Rows, keep_quarantine
 from compress.data.split import training_and_held_out
 from compress.distill.loss import distillation_loss
 from compress.distill.settings import Distill
-from compress.distill.student import make_student
+from compress.distill.student import initial_student, student_architecture
 from compress.errors import RecipeError
 from compress.models.decoder import stack, unstack
-from compress.models.folder import Model, load, parameter_count, save, to_host
+from compress.models.folder import Model, architecture, load, parameter_count, save, to_host
 from compress.record import TRACE
 from compress.settings import Common
 from compress.tokenizer import same_tokenizer
@@ -34,8 +34,9 @@ def run(settings: Distill, common: Common) -> dict[str, Any]:
     """
     assert common.out is not None
     with atomic_folder(common.out, common.force) as folder:
+        student_architecture(settings.student, architecture(settings.teacher))  # what it refuses, it refuses early
         teacher = load(settings.teacher).merged().dequantized()
-        student = make_student(settings.student, teacher, seed=common.seed)
+        student = initial_student(settings, common, teacher)
         check_pair(teacher, student)
         options = {"columns": common.data.columns, "bad_rows": common.data.bad_rows}
         rows, valid = training_and_held_out(settings.data, settings.valid, **options)

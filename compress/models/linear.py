@@ -82,7 +82,10 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x^2) + eps) * (offset + w)` over the last axis, in float32 (arXiv:1910.07467, eq. 4)."""
+    """`x / sqrt(mean(x^2) + eps) * (offset + w)` over the last axis, in float32 (arXiv:1910.07467, eq. 4).
+
+    What the weight is multiplied with is kept as an `nnx.Intermediate`, as `Linear` keeps its input.
+    """
 
     def __init__(self, size: int, eps: float, offset: float = 0.0):
         self.weight = slot(size)
@@ -92,4 +95,5 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... I"]:
         f = x.astype(jnp.float32)
         normed = f * jax.lax.rsqrt(jnp.mean(f * f, axis=-1, keepdims=True) + self.eps)
+        self.normed = nnx.Intermediate(normed)
         return (normed * (self.offset + self.weight.get_value().astype(jnp.float32))).astype(x.dtype)
