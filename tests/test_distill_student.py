@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from functools import cache
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from compress.distill.importance import IMPORTANCES, important_layers, measure, most_important
+from compress.distill.importance import IMPORTANCES, Seen, important_layers, measure, most_important
 from compress.distill.prune import cut_layers
 from compress.distill.settings import Distill
 from compress.distill.student import initial_student, make_student, student_architecture
@@ -51,7 +50,8 @@ numbers = arrays.arrays(np.float32, (B, T, D), elements=st.floats(-8, 8, width=1
 
 def seen(x, y):
     """A layer of two norms, two key-value heads and D feed-forward channels, made of two arrays."""
-    return SimpleNamespace(x=x, y=y, normed=[x, y], heads=np.stack([x, y], axis=2), ffn=y)
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    return Seen(x, y, normed=[x, y], heads=jnp.stack([x, y], axis=2), ffn=y)
 
 
 def influence(x, y):
@@ -72,13 +72,13 @@ DEFINITIONS = {
 @given(x=numbers, y=numbers)
 def test_an_importance_is_its_definition(part, x, y):
     wanted = DEFINITIONS[part](x.astype(np.float64), y.astype(np.float64))
-    np.testing.assert_allclose(IMPORTANCES[part](seen(jnp.asarray(x), jnp.asarray(y))), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(IMPORTANCES[part](seen(x, y)), wanted, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=30, deadline=None)
 @given(x=numbers, y=numbers, factor=st.floats(0.25, 4))
 def test_a_layer_s_influence_is_that_of_its_direction(x, y, factor):
-    of = lambda x, y: np.asarray(IMPORTANCES["layers"](seen(jnp.asarray(x), jnp.asarray(y))))  # noqa: E731
+    of = lambda x, y: np.asarray(IMPORTANCES["layers"](seen(x, y)))  # noqa: E731
     assert ((of(x, y) >= -1e-5) & (of(x, y) <= 2 + 1e-5)).all()
     np.testing.assert_allclose(of(x, factor * y), of(x, y), atol=1e-4)
     something = (x * x).sum(-1) > 0
@@ -89,10 +89,8 @@ def test_a_layer_s_influence_is_that_of_its_direction(x, y, factor):
 @settings(max_examples=30, deadline=None)
 @given(x=numbers, y=numbers, order=st.permutations(range(B)))
 def test_a_row_s_importance_does_not_depend_on_the_others(part, x, y, order):
-    importance = IMPORTANCES[part](seen(jnp.asarray(x), jnp.asarray(y)))
-    np.testing.assert_array_equal(
-        importance[np.array(order)], IMPORTANCES[part](seen(jnp.asarray(x[order]), jnp.asarray(y[order])))
-    )
+    importance = IMPORTANCES[part](seen(x, y))
+    np.testing.assert_array_equal(importance[np.array(order)], IMPORTANCES[part](seen(x[order], y[order])))
 
 
 @given(importance=arrays.arrays(np.float32, (3, 6), elements=st.floats(0, 4, width=16)), count=st.integers(1, 6))
@@ -195,7 +193,9 @@ CASES += [("llama-biased", f"cut:{part}") for part in EVERYTHING.removeprefix("c
 def test_what_does_nothing_goes_and_the_logits_stay(case, spec):
     teacher = with_dead_parts(case, spec)
     student = make_student(spec, teacher, seed=0, calibration=text)
-    np.testing.assert_allclose(logits_of(student), logits_of(teacher), rtol=1e-3, atol=1e-4)
+    # Beside a sum over fewer channels, a norm's eps is not quite as small.
+    atol = 2e-3 if "hidden" in spec else 1e-4
+    np.testing.assert_allclose(logits_of(student), logits_of(teacher), rtol=1e-4, atol=atol)
     assert {name: value.shape for name, value in student.weights.items()} == decoder.shapes(student.config)
     assert all(value.dtype == np.float32 for value in student.weights.values())
     assert read_config(json.loads(json.dumps(student.hf))) == student.config
