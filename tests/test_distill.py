@@ -24,7 +24,19 @@ from tests.tiny_models import RECORDS, config_of, weights_of
 
 V = 7
 logits = arrays.arrays(np.float32, V, elements=st.floats(-20, 20, width=32))
-divergences = pytest.mark.parametrize("name", DIVERGENCES)
+# Probabilities that float32 cannot hold.
+sharp = arrays.arrays(np.float32, V, elements=st.sampled_from([-1e4, -200.0, -1.0, 0.0, 3.0, 200.0, 1e4]))
+names = pytest.mark.parametrize("name", DIVERGENCES)
+# Every entry, at several weights where it takes one: id -> (name, mix).
+CASES = {
+    f"{name} {mix}" if mix else name: (name, mix)
+    for name, entry in DIVERGENCES.items()
+    for mix in ((0.1, 0.5, 0.9) if entry.mix else (None,))
+}
+cases = pytest.mark.parametrize("case", CASES)
+COMPILED = {case: jax.jit(DIVERGENCES[name].at(mix)) for case, (name, mix) in CASES.items()}
+NEARLY_KL = {name: jax.jit(entry.at(1e-3)) for name, entry in DIVERGENCES.items() if entry.mix}
+SLOPES = {case: jax.jit(jax.grad(divergence)) for case, divergence in COMPILED.items()}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,41 +49,110 @@ def kl(p, q):
     return (np.exp(p) * (p - q)).sum(-1)
 
 
-# name -> definition on log-probabilities of the student and of the teacher [..., V]
-DEFINITIONS = {"forward_kl": lambda s, t: kl(t, s), "reverse_kl": kl}
-COMPILED = {name: jax.jit(divergence) for name, divergence in DIVERGENCES.items()}
+def mixture(p, q, mix):
+    return np.log(mix * np.exp(p) + (1 - mix) * np.exp(q))
 
 
-@divergences
+def jsd(student, teacher, mix):
+    middle = mixture(teacher, student, mix)
+    return mix * kl(teacher, middle) + (1 - mix) * kl(student, middle)
+
+
+# name -> definition on log-probabilities of the student and of the teacher [..., V], and the mixture's weight
+DEFINITIONS = {
+    "forward_kl": lambda s, t, mix: kl(t, s),
+    "reverse_kl": lambda s, t, mix: kl(s, t),
+    "jsd": jsd,
+    "skew_forward_kl": lambda s, t, mix: kl(t, mixture(t, s, mix)),
+    "skew_reverse_kl": lambda s, t, mix: kl(s, mixture(s, t, mix)),
+    "total_variation": lambda s, t, mix: np.abs(np.exp(s) - np.exp(t)).sum(-1) / 2,
+}
+
+
+@cases
 @settings(max_examples=40, deadline=None)
 @given(student=logits, teacher=logits)
-def test_a_divergence_is_its_definition(name, student, teacher):
-    wanted = DEFINITIONS[name](tiny.numpy_log_softmax(student), tiny.numpy_log_softmax(teacher))
-    assert COMPILED[name](student, teacher) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+def test_a_divergence_is_its_definition(case, student, teacher):
+    name, mix = CASES[case]
+    wanted = DEFINITIONS[name](tiny.numpy_log_softmax(student), tiny.numpy_log_softmax(teacher), mix)
+    assert COMPILED[case](student, teacher) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
-@divergences
+@cases
 @settings(max_examples=40, deadline=None)
 @given(student=logits, teacher=logits, shift=st.floats(-50, 50, width=32))
-def test_a_divergence_is_not_negative_and_does_not_see_a_shift(name, student, teacher, shift):
-    value = float(COMPILED[name](student, teacher))
+def test_a_divergence_is_not_negative_and_does_not_see_a_shift(case, student, teacher, shift):
+    value = float(COMPILED[case](student, teacher))
     assert value >= -1e-5
-    assert COMPILED[name](student + shift, teacher) == pytest.approx(value, rel=1e-3, abs=1e-3)
-    assert COMPILED[name](student, teacher + shift) == pytest.approx(value, rel=1e-3, abs=1e-3)
+    assert COMPILED[case](student + shift, teacher) == pytest.approx(value, rel=1e-3, abs=1e-3)
+    assert COMPILED[case](student, teacher + shift) == pytest.approx(value, rel=1e-3, abs=1e-3)
 
 
-@divergences
+@cases
 @settings(max_examples=20, deadline=None)
 @given(student=logits)
-def test_a_divergence_from_itself_is_nothing_and_has_no_slope(name, student):
-    assert COMPILED[name](student, student) == pytest.approx(0, abs=1e-6)
-    np.testing.assert_allclose(jax.grad(COMPILED[name])(student, student), 0, atol=1e-5)
+def test_a_divergence_from_itself_is_nothing_and_has_no_slope(case, student):
+    assert COMPILED[case](student, student) == pytest.approx(0, abs=1e-6)
+    np.testing.assert_allclose(SLOPES[case](student, student), 0, atol=1e-5)
+
+
+@cases
+@settings(max_examples=20, deadline=None)
+@given(student=logits, index=st.integers(0, V - 1), change=st.sampled_from([-3.0, 3.0]))
+def test_distributions_that_differ_are_apart(case, student, index, change):
+    student = student / 20  # so that no probability is next to nothing
+    teacher = student + np.float32(change) * (np.arange(V) == index)
+    assert COMPILED[case](student, teacher) > 1e-5
+
+
+@cases
+@settings(max_examples=40, deadline=None)
+@given(student=sharp, teacher=sharp)
+def test_a_probability_that_underflows_leaves_value_and_slope_finite(case, student, teacher):
+    slope = np.asarray(SLOPES[case](student, teacher))
+    assert np.isfinite(COMPILED[case](student, teacher))
+    assert np.isfinite(slope).all()
+    # A mixture bounds the slope; with m >= w q, the sum of q |log(q / m)| is at most log(1 / w) + 1.
+    name, mix = CASES[case]
+    assert name == "reverse_kl" or np.abs(slope).sum() <= 2 * (2 + np.log(1 / min(mix or 1, 1 - (mix or 0))))
+
+
+def test_of_the_divergences_only_the_reverse_kl_has_a_slope_without_bound():
+    student, teacher = np.array([0.0, 0.0], np.float32), np.array([0.0, 1e4], np.float32)
+    assert np.abs(SLOPES["reverse_kl"](student, teacher)).sum() > 1000
+
+
+@settings(max_examples=40, deadline=None)
+@given(student=sharp, teacher=sharp)
+def test_the_total_variation_and_the_jsd_are_bounded(student, teacher):
+    assert 0 <= COMPILED["total_variation"](student, teacher) <= 1 + 1e-6
+    assert COMPILED["jsd 0.5"](student, teacher) <= np.log(2) + 1e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(student=logits, teacher=logits)
+def test_what_turns_around_and_what_is_symmetric(student, teacher):
+    there = {case: float(divergence(student, teacher)) for case, divergence in COMPILED.items()}
+    back = {case: float(divergence(teacher, student)) for case, divergence in COMPILED.items()}
+    pairs = [("forward_kl", "reverse_kl"), ("jsd 0.1", "jsd 0.9"), ("jsd 0.5", "jsd 0.5")]
+    pairs += [("skew_forward_kl 0.1", "skew_reverse_kl 0.1"), ("total_variation", "total_variation")]
+    assert [there[a] for a, _ in pairs] == pytest.approx([back[b] for _, b in pairs], rel=1e-4, abs=1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(student=logits, teacher=logits)
+def test_a_small_weight_of_the_mixture_gives_the_kl(student, teacher):
+    student, teacher = student / 10, teacher / 10
+    forward, reverse = (float(COMPILED[name](student, teacher)) for name in ("forward_kl", "reverse_kl"))
+    near = {name: float(divergence(student, teacher)) for name, divergence in NEARLY_KL.items()}
+    assert near["jsd"] / 1e-3 == pytest.approx(forward, rel=0.05, abs=1e-3)
+    assert near["skew_forward_kl"] == pytest.approx(forward, rel=0.05, abs=1e-4)
+    assert near["skew_reverse_kl"] == pytest.approx(reverse, rel=0.05, abs=1e-4)
 
 
 def test_forward_and_reverse_are_told_apart():
     student, teacher = np.array([0, 0], np.float32), np.array([0, 3], np.float32)
     forward, reverse = (float(COMPILED[name](student, teacher)) for name in ("forward_kl", "reverse_kl"))
-    assert forward == pytest.approx(float(COMPILED["reverse_kl"](teacher, student)))
     assert abs(forward - reverse) > 0.1
 
 
@@ -79,12 +160,12 @@ def definition(student, teacher, target, name, temperature, alpha):
     """The loss, the divergence and the cross-entropy of every token from whole logits."""
     common = min(student.shape[-1], teacher.shape[-1])
     soft = [tiny.numpy_log_softmax(x[..., :common] / temperature) for x in (student, teacher)]
-    distance = temperature**2 * DEFINITIONS[name](*soft)
+    distance = temperature**2 * DEFINITIONS[name](*soft, DIVERGENCES[name].mix)
     nll = -np.take_along_axis(tiny.numpy_log_softmax(student), target[..., None], -1)[..., 0]
     return alpha * distance + (1 - alpha) * nll, distance, nll
 
 
-@divergences
+@names
 @settings(max_examples=15, deadline=None)
 @given(
     student=logits,
@@ -103,7 +184,7 @@ def test_a_token_s_loss_mixes_the_divergence_at_temperature_with_cross_entropy(
         jnp.asarray(student),
         jnp.asarray(teacher),
         jnp.int32(target),
-        divergence=DIVERGENCES[name],
+        divergence=DIVERGENCES[name].at(),
         temperature=temperature,
         alpha=alpha,
     )
@@ -117,7 +198,7 @@ def test_tau_squared_keeps_the_gradient_s_scale():
     student, teacher = rng.normal(0, 0.01, (2, V)).astype(np.float32)
     norms = []
     for temperature in (1.0, 2.0, 16.0):
-        options = {"divergence": DIVERGENCES["forward_kl"], "temperature": temperature, "alpha": 1.0}
+        options = {"divergence": DIVERGENCES["forward_kl"].at(), "temperature": temperature, "alpha": 1.0}
         slope = jax.grad(lambda s, o=options: token_loss(s, jnp.asarray(teacher), jnp.int32(0), **o)[0])
         norms.append(float(jnp.linalg.norm(slope(jnp.asarray(student)))))
     assert norms == pytest.approx([norms[0]] * 3, rel=0.05)
@@ -134,7 +215,7 @@ def whole(name="forward_kl", temperature=2.0, alpha=0.9, batch=None):
     return [(part * mask).sum() for part in parts], mask.sum()
 
 
-@divergences
+@names
 def test_the_loss_of_a_pair_of_models_is_its_definition(name):
     assert tiny.TEACHER.vocab_size > tiny.STUDENT.vocab_size  # padding rows
     batch = tiny.batch(5, rows=4)

@@ -186,6 +186,9 @@ def test_keys_that_do_not_go_together_are_named_with_their_table(tmp_path):
     recipe = '[distill]\nteacher = "t"\ndata = "d"\nsteps = 1\nepochs = 1\n'
     with pytest.raises(RecipeError, match=r"recipe\.toml \[distill\]: steps and epochs are both given"):
         load(Recipe, write(tmp_path, recipe), environment={})
+    recipe = '[distill]\nteacher = "t"\ndata = "d"\nmix = 1.0\n'
+    with pytest.raises(RecipeError, match=r"recipe\.toml \[distill\]: mix = 1.0 must be below 1"):
+        load(Recipe, write(tmp_path, recipe), environment={})
     with pytest.raises(RecipeError, match=r"\[quantize\]: group_size = 48: must be 32, 64, 128 or 256"):
         load(Recipe, sets=["quantize.group_size=48"], environment={})
 

@@ -3,6 +3,7 @@
 Letters: B batch, T time, V vocabulary.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from compress.data.batch import Batch
-from compress.distill.divergences import DIVERGENCES, Divergence
+from compress.distill.divergences import DIVERGENCES
 from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, head, hidden_states, project
 from compress.models.linear import dense
@@ -23,7 +24,7 @@ def token_loss(
     teacher: Float[Array, " W"],
     target: Int[Array, ""],
     *,
-    divergence: Divergence,
+    divergence: Callable[[Array, Array], Array],
     temperature: float,
     alpha: float,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
@@ -43,6 +44,7 @@ def distillation_loss(
     teacher: DecoderConfig,
     *,
     divergence: str = "forward_kl",
+    mix: float | None = None,
     temperature: float = 2.0,
     alpha: float = 0.9,
     chunk: int = 512,
@@ -60,7 +62,7 @@ def distillation_loss(
 
     parts = HeadLoss(
         project=partial(project, student),
-        loss=partial(token_loss, divergence=DIVERGENCES[divergence], temperature=temperature, alpha=alpha),
+        loss=partial(token_loss, divergence=DIVERGENCES[divergence].at(mix), temperature=temperature, alpha=alpha),
         context=context,
         chunk=chunk,
     )

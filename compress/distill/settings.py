@@ -26,8 +26,15 @@ class Distill:
     valid: tuple[Path, ...] = field(
         default=(), metadata={"help": "Held-out text; part of the training text if not given."}
     )
-    divergence: Literal["forward_kl", "reverse_kl"] = field(
-        default="forward_kl", metadata={"help": "KL(teacher‖student), or KL(student‖teacher)."}
+    divergence: Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "total_variation"] = (
+        field(default="forward_kl", metadata={"help": "How far the student's distribution is from the teacher's."})
+    )
+    mix: float | None = field(
+        default=None,
+        metadata={
+            "help": "Mixture weight of jsd (0.5 if not given) and of the skew divergences (0.1); below 1.",
+            "above": 0,
+        },
     )
     alpha: float = field(
         default=0.9, metadata={"help": "Weight of the divergence; the rest is cross-entropy.", "min": 0, "max": 1}
@@ -62,3 +69,5 @@ class Distill:
     def __post_init__(self):
         if self.steps is not None and self.epochs is not None:
             raise RecipeError("steps and epochs are both given; keep one of them")
+        if self.mix is not None and self.mix >= 1:
+            raise RecipeError(f"mix = {self.mix} must be below 1: at 1 the mixture is one of the distributions itself")

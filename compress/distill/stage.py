@@ -92,6 +92,7 @@ def distill(
         student.config,
         teacher.config,
         divergence=settings.divergence,
+        mix=settings.mix,
         temperature=settings.temperature,
         alpha=settings.alpha,
         chunk=settings.chunk,
