@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from compress.distill.divergences import DIVERGENCES
+from compress.distill.divergences import DIVERGENCES, forward_kl
 from compress.distill.loss import distillation_loss, token_loss
 from compress.distill.prune import cut_layers
 from compress.distill.student import even_layers, make_student
+from compress.distill.temperature import SCHEDULES, Tempered, TemperedBatches, temperatures
 from compress.errors import RecipeError
 from compress.models import decoder, read_config
 from compress.models.folder import Model, save
@@ -184,8 +185,8 @@ def test_a_token_s_loss_mixes_the_divergence_at_temperature_with_cross_entropy(
         jnp.asarray(student),
         jnp.asarray(teacher),
         jnp.int32(target),
+        jnp.float32(temperature),
         divergence=DIVERGENCES[name].at(),
-        temperature=temperature,
         alpha=alpha,
     )
     wanted = definition(student, teacher, np.array(target), name, temperature, alpha)
@@ -198,8 +199,8 @@ def test_tau_squared_keeps_the_gradient_s_scale():
     student, teacher = rng.normal(0, 0.01, (2, V)).astype(np.float32)
     norms = []
     for temperature in (1.0, 2.0, 16.0):
-        options = {"divergence": DIVERGENCES["forward_kl"].at(), "temperature": temperature, "alpha": 1.0}
-        slope = jax.grad(lambda s, o=options: token_loss(s, jnp.asarray(teacher), jnp.int32(0), **o)[0])
+        given = jnp.asarray(teacher), jnp.int32(0), jnp.float32(temperature)
+        slope = jax.grad(lambda s, g=given: token_loss(s, *g, divergence=forward_kl, alpha=1.0)[0])
         norms.append(float(jnp.linalg.norm(slope(jnp.asarray(student)))))
     assert norms == pytest.approx([norms[0]] * 3, rel=0.05)
 
@@ -272,6 +273,47 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn():
     total, grads = jax.jit(jax.value_and_grad(run))(tiny.student(), tiny.student(), tiny.batch(8, rows=2))
     assert total == pytest.approx(0, abs=1e-4)
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads)) < 1e-3
+
+
+# The temperature's schedule.
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@given(start=st.floats(0.5, 8), end=st.floats(0.5, 8), steps=st.integers(2, 50))
+def test_a_temperature_goes_steadily_from_the_first_step_s_to_the_last_one_s(schedule, start, end, steps):
+    values = temperatures(schedule, start, end, steps)
+    assert len(values) == steps
+    assert values[[0, -1]] == pytest.approx([start, end], rel=1e-6)
+    assert (np.diff(values) * np.sign(end - start) >= -1e-6).all()
+    # Both are as far from one end as the mirrored step is from the other.
+    assert values + values[::-1] == pytest.approx(np.full(steps, start + end), rel=1e-5)
+
+
+def test_schedules_are_their_definitions():
+    done = np.arange(5) / 4
+    assert temperatures("linear", 4.0, 2.0, 5) == pytest.approx(4 - 2 * done)
+    assert temperatures("cosine", 4.0, 2.0, 5) == pytest.approx(2 + (4 - 2) * 0.5 * (1 + np.cos(np.pi * done)))
+    assert temperatures("cosine", 4.0, 2.0, 1) == [4]
+
+
+def test_each_step_s_batch_carries_its_temperature_and_compiles_once():
+    loss = jax.jit(distillation_loss(tiny.STUDENT, tiny.TEACHER, temperature=1.0, alpha=0.7, chunk=8))
+    batches = [tiny.batch(seed, rows=4) for seed in range(3)]
+    carried = list(TemperedBatches(iter(batches), temperatures("linear", 4.0, 2.0, 3)))
+    assert [item.temperature.tolist() for item in carried] == [[4.0] * 4, [3.0] * 4, [2.0] * 4]
+    for item, batch, tau in zip(carried, batches, (4.0, 3.0, 2.0), strict=True):
+        total, count, metrics = loss(tiny.student(), tiny.teacher(), item, None)
+        sums, targets = whole(temperature=tau, alpha=0.7, batch=batch)
+        np.testing.assert_allclose([total, metrics["divergence"][0], metrics["cross_entropy"][0]], sums, rtol=1e-4)
+        assert count == targets
+    assert loss._cache_size() == 1
+
+
+def test_a_masked_token_s_temperature_never_makes_the_gradient_nan(step):
+    batch = tiny.batch(6, rows=4)
+    _, grads = step(tiny.student(), tiny.teacher(), Tempered(batch, np.full(4, 2, np.float32)))
+    _, same = step(tiny.student(), tiny.teacher(), batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), grads, same)
 
 
 # The student.

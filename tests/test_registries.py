@@ -8,6 +8,8 @@ from compress.align.preference import PREFERENCE_LOSSES
 from compress.align.settings import OWN, Align
 from compress.distill.divergences import DIVERGENCES
 from compress.distill.settings import Distill
+from compress.distill.strategies import STRATEGIES
+from compress.distill.temperature import SCHEDULES
 from compress.keys import keys, kind_of
 from compress.models import MODELS
 from compress.quantize.quantizers import QUANTIZERS
@@ -30,6 +32,8 @@ def choices(schema: type, name: str) -> set[str]:
     ("schema", "name", "registry"),
     [
         (Distill, "divergence", {*DIVERGENCES}),
+        (Distill, "temperature_schedule", {*SCHEDULES}),
+        *[(Distill, f"{name}_loss", {*strategy.losses}) for name, strategy in STRATEGIES.items()],
         (Align, "method", {*PREFERENCE_LOSSES, "sft"}),
         (Quantize, "method", {*QUANTIZERS}),
         (Export, "format", {*FORMATS}),
@@ -41,6 +45,10 @@ def test_a_key_of_the_settings_may_name_every_entry_of_its_registry_and_no_other
 
 def test_every_method_of_align_says_which_keys_are_its_own():
     assert OWN.keys() == choices(Align, "method")
+
+
+def test_every_strategy_has_a_weight_that_leaves_it_out_by_default():
+    assert {name: keys(Distill)[name].default for name in STRATEGIES} == dict.fromkeys(STRATEGIES, 0.0)
 
 
 def test_every_format_says_how_it_is_loaded():

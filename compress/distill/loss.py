@@ -1,4 +1,5 @@
-"""The distillation loss: a divergence at temperature tau, mixed with cross-entropy, over chunks of tokens.
+"""The distillation loss: a divergence at temperature tau, mixed with cross-entropy, over chunks of tokens, and what
+else the student copies from the teacher's layers.
 
 Letters: B batch, T time, V vocabulary.
 """
@@ -12,8 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from compress.data.batch import Batch
 from compress.distill.divergences import DIVERGENCES
+from compress.distill.strategies import PROJECTION, Matching
+from compress.distill.temperature import Tempered
 from compress.models.config import DecoderConfig
-from compress.models.decoder import Stacked, head, hidden_states, project
+from compress.models.decoder import Stacked, head, project, tapped_states
 from compress.models.linear import dense
 from compress.train.head import HeadLoss, cross_entropy, head_sum
 from compress.train.step import LossFn
@@ -23,9 +26,9 @@ def token_loss(
     student: Float[Array, " V"],
     teacher: Float[Array, " W"],
     target: Int[Array, ""],
+    temperature: Float[Array, ""],
     *,
     divergence: Callable[[Array, Array], Array],
-    temperature: float,
     alpha: float,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """`alpha * tau^2 * D(teacher / tau, student / tau) + (1 - alpha) * cross-entropy` (arXiv:1503.02531, section 2).
@@ -47,31 +50,37 @@ def distillation_loss(
     mix: float | None = None,
     temperature: float = 2.0,
     alpha: float = 0.9,
+    matching: Matching | None = None,
     chunk: int = 512,
     dtype=jnp.float32,
     remat: bool = False,
 ) -> LossFn:
     """A loss for `fit`: trainable is the student's `Stacked`, frozen the teacher's.
 
+    A `Tempered` batch is taken at its own temperature, any other at `temperature`. With `matching`, its distances are
+    added by their weights, and the student's `rest` holds its projections.
     Sums run over the tokens that the batch's mask makes targets; each is predicted from the token before it.
     """
 
     def context(frozen, inputs):
-        hidden, target = inputs
-        return project(teacher, hidden, frozen), target
+        hidden, target, tau = inputs
+        # The inputs of a masked token are zeros, and a temperature of zero would make its gradient NaN.
+        return project(teacher, hidden, frozen), target, jnp.where(tau > 0, tau, 1)
 
+    taps = (None, None) if matching is None else matching.taps()
     parts = HeadLoss(
         project=partial(project, student),
-        loss=partial(token_loss, divergence=DIVERGENCES[divergence].at(mix), temperature=temperature, alpha=alpha),
+        loss=partial(token_loss, divergence=DIVERGENCES[divergence].at(mix), alpha=alpha),
         context=context,
         chunk=chunk,
     )
 
-    def loss(trainable: Stacked, frozen: Stacked, batch: Batch, keys):
+    def loss(trainable: Stacked, frozen: Stacked, batch: Batch | Tempered, keys):
+        batch, tau = batch if isinstance(batch, Tempered) else (batch, jnp.full(len(batch.tokens), temperature))
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), trainable)
-        run = partial(hidden_states, tokens=batch.tokens, positions=batch.positions, segments=batch.segments)
-        ours = run(student, cast, remat=remat)
-        theirs = jax.lax.stop_gradient(run(teacher, frozen))
+        view = {"positions": batch.positions, "segments": batch.segments}
+        ours, shown = tapped_states(student, cast, batch.tokens, taps[0], **view, remat=remat)
+        theirs, copied = jax.lax.stop_gradient(tapped_states(teacher, frozen, batch.tokens, taps[1], **view))
         teacher_head = jax.lax.stop_gradient(dense(head(teacher, frozen), theirs.dtype))
         mask = batch.mask[:, 1:]
         total, metrics = head_sum(
@@ -79,9 +88,13 @@ def distillation_loss(
             ours[:, :-1],
             head(student, cast),
             teacher_head,
-            (theirs[:, :-1], batch.tokens[:, 1:]),
+            (theirs[:, :-1], batch.tokens[:, 1:], jnp.broadcast_to(tau[:, None], mask.shape)),
             mask,
         )
+        if matching is not None:
+            for name, values in matching.distances(shown, copied, cast.rest.get(PROJECTION)).items():
+                metrics[name] = jnp.where(mask > 0, values[:, :-1] * mask, 0).sum()
+                total += matching.terms[name][0] * metrics[name]
         count = mask.sum()
         return total, count, {name: (value, count) for name, value in metrics.items()}
 

@@ -1,11 +1,14 @@
 """Keys of the recipe's [distill] table."""
 
 import dataclasses
+import re
 from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
 from compress.errors import RecipeError
+
+LAYER_MAP = re.compile(r"([0-9]{1,6}:[0-9]{1,6}(,[0-9]{1,6}:[0-9]{1,6})*)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,34 @@ class Distill:
         default=0.9, metadata={"help": "Weight of the divergence; the rest is cross-entropy.", "min": 0, "max": 1}
     )
     temperature: float = field(default=2.0, metadata={"help": "Softens both distributions.", "above": 0})
+    temperature_end: float | None = field(
+        default=None, metadata={"help": "Temperature of the last step; the first one's if not given.", "above": 0}
+    )
+    temperature_schedule: Literal["linear", "cosine"] = field(
+        default="linear", metadata={"help": "How the temperature goes from the first step's to the last one's."}
+    )
+    hidden: float = field(
+        default=0.0, metadata={"help": "Weight of matching the teacher's hidden states; 0 leaves it out.", "min": 0}
+    )
+    hidden_loss: Literal["cosine", "mse"] = field(
+        default="cosine", metadata={"help": "How far two hidden states are apart: 1 - cosine, or mean squared error."}
+    )
+    hidden_match: Literal["projection", "pooling"] = field(
+        default="projection",
+        metadata={
+            "help": "What bridges unlike widths: a projection that trains along, or averages of the teacher's channels."
+        },
+    )
+    attention: float = field(
+        default=0.0, metadata={"help": "Weight of matching the teacher's attention; 0 leaves it out.", "min": 0}
+    )
+    attention_loss: Literal["kl", "mse"] = field(
+        default="kl", metadata={"help": "How far two attention maps are apart: KL(teacher‖student), or squared error."}
+    )
+    layer_map: str = field(
+        default="",
+        metadata={"help": "Layers to match, student:teacher, as in 0:1,1:3; if not given, as the student was cut."},
+    )
     sequence_length: int = field(default=512, metadata={"help": "Tokens in a packed row.", "min": 2, "max": 2**20})
     global_batch: int = field(default=8, metadata={"help": "Rows in an optimizer step.", "min": 1})
     per_device_batch: int | None = field(
@@ -71,3 +102,5 @@ class Distill:
             raise RecipeError("steps and epochs are both given; keep one of them")
         if self.mix is not None and self.mix >= 1:
             raise RecipeError(f"mix = {self.mix} must be below 1: at 1 the mixture is one of the distributions itself")
+        if not LAYER_MAP.fullmatch(self.layer_map):
+            raise RecipeError(f"layer_map = {self.layer_map!r}: give pairs of layers student:teacher, as in 0:1,1:3")

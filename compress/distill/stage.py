@@ -12,9 +12,11 @@ from compress.data.rows import Rows, keep_quarantine
 from compress.data.split import training_and_held_out
 from compress.distill.loss import distillation_loss
 from compress.distill.settings import Distill
+from compress.distill.strategies import PROJECTION, make_matching
 from compress.distill.student import initial_student, student_architecture
+from compress.distill.temperature import TemperedBatches, temperatures
 from compress.errors import RecipeError
-from compress.models.decoder import stack, unstack
+from compress.models.decoder import partition, stack, unstack
 from compress.models.folder import Model, architecture, load, parameter_count, save, to_host
 from compress.record import TRACE
 from compress.settings import Common
@@ -82,6 +84,7 @@ def distill(
 ) -> tuple[Model, Trace, dict[str, Any]]:
     """The student after training on `rows`, judged by `valid`; its trace, and what the data was."""
     dtype = jnp.dtype(common.dtype)
+    matching = make_matching(settings, student.config, teacher.config)
     shape: dict[str, Any] = {"size": settings.global_batch, "length": settings.sequence_length, "seed": common.seed}
     tokenizer = teacher.tokenizer
     batches = Batches(rows, tokenizer, **shape)
@@ -95,16 +98,24 @@ def distill(
         mix=settings.mix,
         temperature=settings.temperature,
         alpha=settings.alpha,
+        matching=matching,
         chunk=settings.chunk,
         dtype=dtype,
     )
+    stream: Batches | TemperedBatches = batches
+    if settings.temperature_end is not None:
+        ends = settings.temperature, settings.temperature_end
+        stream = TemperedBatches(batches, temperatures(settings.temperature_schedule, *ends, plan.steps))
     frozen = jax.tree.map(lambda leaf: leaf.astype(dtype), stack(teacher.config, teacher.weights))
     trainable = stack(student.config, student.dequantized().weights)
+    if matching is not None:
+        projections = matching.projections(jax.random.key(common.seed))
+        trainable = dataclasses.replace(trainable, rest=trainable.rest | projections)
     trained, trace = fit(
         loss,
         trainable,
         frozen,
-        batches,
+        stream,
         plan,
         mesh=mesh_of_devices(),
         validate=validator(loss, frozen, checks),
@@ -112,6 +123,7 @@ def distill(
         on_event=teller(common.progress, "distill"),
         checkpoints=checkpoints,
     )
+    trained, _ = partition(trained, lambda name: name != PROJECTION)
     weights = to_host(unstack(student.config, trained))
     facts = {
         "tokens": int(sum(row["count"] for row in trace.steps)),

@@ -1,6 +1,7 @@
 """Rotary positions, masks and grouped-query attention.
 
-Letters: L stacked layers (or none), B batch, T queries, S keys, H heads, K key-value heads, D model, E head dimension.
+Letters: L stacked layers (or none), B batch, T queries, S keys, H heads, K key-value heads, G query heads a key-value
+head, D model, E head dimension.
 """
 
 import dataclasses
@@ -14,6 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from compress.models.config import DecoderConfig
 from compress.models.linear import Linear, RMSNorm
+
+# The score of a key that the mask hides.
+MASKED = float(np.finfo(np.float32).min)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["keys", "values", "start"], meta_fields=[])
@@ -63,16 +67,15 @@ def visible(
     return jnp.asarray(same & (key_positions[:, None, :] <= positions[:, :, None]))
 
 
-def attend(
+def attention_scores(
     q: Float[Array, "B T H E"],
     k: Float[Array, "B S K E"],
-    v: Float[Array, "B S K E"],
     mask: Bool[Array, "B T S"],
     *,
     scale: float,
     softcap: float | None = None,
-) -> Float[Array, "B T H E"]:
-    """Softmax attention with H / K queries a key, scores and softmax in float32.
+) -> Float[Array, "B K G T S"]:
+    """Scores in float32 of each key's G = H / K queries, `MASKED` where the mask hides the key.
 
     With `softcap` c the scores are `c * tanh(scores / c)` before the mask (Gemma 2, arXiv:2408.00118, section 2).
     """
@@ -81,13 +84,22 @@ def attend(
     scores = jnp.einsum("btkge,bske->bkgts", q, k, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    return jnp.where(mask[:, None, None], scores, MASKED)
+
+
+def attend(scores: Float[Array, "B K G T S"], v: Float[Array, "B S K E"]) -> Float[Array, "B T H E"]:
+    """Values weighted by the softmax of the scores, which is taken in float32; H = K G."""
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bske->btkge", weights, v).reshape(batch, time, heads, size)
+    seen = jnp.einsum("bkgts,bske->btkge", weights, v)
+    return seen.reshape(*seen.shape[:2], -1, v.shape[-1])
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; `qk_norm` normalizes each head's queries and keys before the rotation."""
+    """Grouped-query attention; `qk_norm` normalizes each head's queries and keys before the rotation.
+
+    The scores are kept as an `nnx.Intermediate`, which costs nothing unless the caller of the block asks for it
+    (distillation does).
+    """
 
     def __init__(
         self,
@@ -122,5 +134,7 @@ class Attention(nnx.Module):
         if sight.cache is not None:
             cache = sight.cache.append(k, v)
             k, v = cache.keys, cache.values
-        seen = attend(q, k, v, sight.mask, scale=self.scale, softcap=self.softcap)
+        scores = attention_scores(q, k, sight.mask, scale=self.scale, softcap=self.softcap)
+        self.scores = nnx.Intermediate(scores)
+        seen = attend(scores, v)
         return self.o_proj(seen.reshape(*x.shape[:2], -1)), cache

@@ -174,27 +174,63 @@ def run_block(config: DecoderConfig, weights: dict, x, data, view, cache=None) -
     return block, block(x, sight)
 
 
-def run_layers(config: DecoderConfig, stacked: Stacked, x, view, caches=None, *, remat: bool = False):
-    """Scan all segments; caches, if given, are stacked over all layers and come back updated."""
+@dataclasses.dataclass(frozen=True)
+class Tap:
+    """What to keep of the run of some layers.
+
+    Attributes:
+      layers: which, each once, in any order.
+      read: (a block after its run, its output [B, T, D]) -> pytree of arrays.
+    """
+
+    layers: tuple[int, ...]
+    read: Callable[[nnx.Module, Array], Any]
+
+
+def run_layers(
+    config: DecoderConfig, stacked: Stacked, x, view, caches=None, *, remat: bool = False, tap: Tap | None = None
+) -> tuple[Array, Any, Any]:
+    """Scan all segments: the output, the caches, and what the tap read.
+
+    Caches, if given, are stacked over all layers and come back updated. What is tapped has a leading axis over the
+    tap's layers, in their order; that of other layers is never kept.
+    """
     frequencies, windows = layer_data(config)
+    kept_layers = () if tap is None else tap.layers
+    slots = np.full(config.num_hidden_layers, len(kept_layers), np.int32)  # past the end: not kept
+    slots[list(kept_layers)] = np.arange(len(kept_layers))
+
+    def layer(x, weights, data, cache):
+        block, (x, cache) = run_block(config, weights, x, data, view, cache)
+        return x, cache, None if tap is None else tap.read(block, x)
+
+    layer = jax.checkpoint(layer) if remat else layer
+
+    def body(carry, scanned):
+        x, kept = carry
+        *inputs, slot = scanned
+        x, cache, read = layer(x, *inputs)
+        return (x, jax.tree.map(lambda room, value: room.at[slot].set(value, mode="drop"), kept, read)), cache
+
+    def slices(segment, first):
+        at = slice(first, first + depth(segment))
+        cache = None if caches is None else jax.tree.map(lambda leaf: leaf[at], caches)
+        return segment, (frequencies[at], windows[at]), cache, slots[at]
+
+    kept = None
+    if tap is not None:
+        one = jax.tree.map(lambda leaf: leaf[0], slices(stacked.layers[0], 0)[:-1])
+        kept = jax.tree.map(
+            lambda leaf: jnp.zeros((len(kept_layers), *leaf.shape), leaf.dtype), jax.eval_shape(layer, x, *one)[2]
+        )
     updated: list = []
     first = 0
-
-    def body(x, scanned):
-        weights, data, cache = scanned
-        _, (x, cache) = run_block(config, weights, x, data, view, cache)
-        return x, cache
-
-    body = jax.checkpoint(body) if remat else body
     for segment in stacked.layers:
-        at = slice(first, first + depth(segment))
-        cache = None if caches is None else jax.tree.map(lambda leaf, at=at: leaf[at], caches)
-        x, cache = jax.lax.scan(body, x, (segment, (frequencies[at], windows[at]), cache))
+        (x, kept), cache = jax.lax.scan(body, (x, kept), slices(segment, first))
         updated.append(cache)
-        first = at.stop
-    if caches is None:
-        return x, None
-    return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *updated)
+        first += depth(segment)
+    caches = None if caches is None else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *updated)
+    return x, caches, kept
 
 
 def final_norm(config: DecoderConfig, stacked: Stacked, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -216,13 +252,27 @@ def hidden_states(
     Tokens attend causally within equal `segments` (default: one segment a row); 0 is padding. `positions` default to
     0 .. T-1. With `remat` the backward pass recomputes each block instead of keeping its insides.
     """
+    return tapped_states(config, stacked, tokens, None, positions=positions, segments=segments, remat=remat)[0]
+
+
+def tapped_states(
+    config: DecoderConfig,
+    stacked: Stacked,
+    tokens: Int[Array | np.ndarray, "B T"],
+    tap: Tap | None,
+    *,
+    positions: Int[Array | np.ndarray, "B T"] | None = None,
+    segments: Int[Array | np.ndarray, "B T"] | None = None,
+    remat: bool = False,
+) -> tuple[Float[Array, "B T D"], Any]:
+    """`hidden_states`, and what the tap read of its layers, with a leading axis over them."""
     batch, time = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(time), (batch, time)) if positions is None else positions
     segments = jnp.ones((batch, time), jnp.int32) if segments is None else segments
     x = embed(config, stacked, tokens, stacked.rest[FINAL_NORM].dtype)
     view = (positions, positions, visible(positions, segments, positions, segments))
-    x, _ = run_layers(config, stacked, x, view, remat=remat)
-    return final_norm(config, stacked, x)
+    x, _, tapped = run_layers(config, stacked, x, view, remat=remat, tap=tap)
+    return final_norm(config, stacked, x), tapped
 
 
 def head(config: DecoderConfig, stacked: Stacked) -> Array | QuantizedTensor:
@@ -285,5 +335,5 @@ def extend(
     view = (positions, key_positions, visible(positions, segments, key_positions, key_segments))
     starts = jnp.broadcast_to(cache.start, (config.num_hidden_layers,))
     layers = dataclasses.replace(cache.layers, start=starts)
-    x, layers = run_layers(config, stacked, x, view, layers)
+    x, layers, _ = run_layers(config, stacked, x, view, layers)
     return final_norm(config, stacked, x), Cache(layers, key_positions, key_segments, cache.start + tokens.shape[1])
