@@ -263,7 +263,7 @@ def align(model, data, out, method, **options) -> tuple[dict, dict]:
         valid=(data / "valid.jsonl",),
         model=str(model),
         method=method,
-        **{**PLAN, **ADAPTERS, **options},
+        **{**PLAN, **ADAPTERS, **({"kl_limit": 0.0} if method == "dpo" else {}), **options},
     )
     facts = run(settings, Common(out=out, progress=Progress(quiet=True)))
     return facts, json.loads((out / "training.json").read_text())
@@ -420,3 +420,46 @@ def test_rows_of_another_kind_are_refused_by_line_and_nothing_is_written(folders
     with pytest.raises(DataError, match=r"train.jsonl:1: lacks column 'chosen' and 'rejected'"):
         align(folders / "float", tmp_path, tmp_path / "out", "dpo")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"mix": "staged", "valid_every": 2}], ids=["dpo", "staged"])
+def test_an_alignment_that_is_killed_ends_as_one_that_was_not(folders, data, tmp_path, monkeypatch, options):
+    """The reference's values are the first ones, though other batches would have computed them."""
+    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda: None)
+    options = {"save_every": 3, "kl_limit": 0.0, **options}
+    align(folders / "quantized", data, tmp_path / "whole", "dpo", **options)
+
+    told = []
+
+    def killed(stage, done, total, **figures):
+        told.append(done)
+        if told == list(range(1, 12)):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "listener", staticmethod(killed))
+    with pytest.raises(KeyboardInterrupt):
+        align(folders / "quantized", data, tmp_path / "killed", "dpo", **options)
+    assert [path.name for path in tmp_path.glob("killed*")] == ["killed.checkpoints"]
+    align(folders / "quantized", data, tmp_path / "killed", "dpo", **options)
+    assert told[11:] == [10, 11, 12]
+    for name in ("adapter_model.safetensors", "preference.json"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert [path.name for path in tmp_path.glob("killed*")] == ["killed"]
+
+
+def test_a_policy_too_far_from_its_reference_stops_or_is_pulled_back(folders, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda: None)
+    options = {"valid_every": 1, "kl_limit": 0.01, "learning_rate": 2e-3}
+    facts, trace = align(folders / "quantized", data, tmp_path / "stopped", "dpo", **options)
+    (event,) = trace["events"]
+    assert event["event"] == "stopped"
+    assert "over the limit of 0.01" in event["why"]
+    assert trace["validations"][-1]["kl_to_reference"] > 0.01
+    assert facts["validation"]["after"]["kl_to_reference"] <= 0.01
+    assert 0 < facts["best_step"] < facts["steps"] < PLAN["steps"]
+    _, raised = align(folders / "quantized", data, tmp_path / "raised", "dpo", **options, on_kl="raise_beta")
+    assert [event["scale"] for event in raised["events"]] == [2.0 ** (i + 1) for i in range(len(raised["events"]))]
+    assert raised["events"][0]["step"] == event["step"]
+    assert len(raised["steps"]) == PLAN["steps"]
+    with pytest.raises(DataError, match=r"step 1: KL.* over the limit of 1e-09, and no weights from before"):
+        align(folders / "quantized", data, tmp_path / "at once", "dpo", valid_every=1, kl_limit=1e-9)

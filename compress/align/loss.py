@@ -94,9 +94,10 @@ def preference_loss(
         ratios = log_probability - reference
         chosen, rejected = jnp.split(ratios / tokens if kind.average else ratios, 2)
         real = jnp.minimum(*jnp.split(targets, 2)) > 0
-        values = kind.loss(Pairs(chosen, rejected, real, beta, label_smoothing, margin))
+        weight, scaled_beta = jnp.asarray(pairs.weight), beta * jnp.asarray(pairs.beta_scale)
+        values = kind.loss(Pairs(chosen, rejected, real, scaled_beta, label_smoothing, margin))
         nll = -(log_probability / tokens)[: len(real)]
-        values = pairs.weight * (values + sft_weight * nll) + (1 - pairs.weight) * nll
+        values = weight * (values + sft_weight * nll) + (1 - weight) * nll
 
         def total(rows):
             return jnp.where(real, rows, 0.0).sum()

@@ -26,7 +26,7 @@ class Pairs(NamedTuple):
     chosen: Float[Array, " P"]
     rejected: Float[Array, " P"]
     real: Bool[Array, " P"]
-    beta: float
+    beta: Float[Array, " P"] | float
     label_smoothing: float = 0.0
     margin: float = 0.0
 

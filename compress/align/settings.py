@@ -9,12 +9,12 @@ from compress.errors import RecipeError
 
 # The keys that are a method's own, and their defaults; `compress.align.preference` has the formulas.
 OWN: dict[str, dict[str, Any]] = {
-    "dpo": {"beta": 0.1, "reference_free": False},
-    "cdpo": {"beta": 0.1, "reference_free": False, "label_smoothing": 0.1},
-    "robust": {"beta": 0.1, "reference_free": False, "label_smoothing": 0.1},
-    "ipo": {"beta": 0.1, "reference_free": False},
-    "hinge": {"beta": 0.1, "reference_free": False, "margin": 1.0},
-    "kto": {"beta": 0.1},
+    "dpo": {"beta": 0.1, "reference_free": False, "kl_limit": 0.02},
+    "cdpo": {"beta": 0.1, "reference_free": False, "kl_limit": 0.02, "label_smoothing": 0.1},
+    "robust": {"beta": 0.1, "reference_free": False, "kl_limit": 0.02, "label_smoothing": 0.1},
+    "ipo": {"beta": 0.1, "reference_free": False, "kl_limit": 0.02},
+    "hinge": {"beta": 0.1, "reference_free": False, "kl_limit": 0.02, "margin": 1.0},
+    "kto": {"beta": 0.1, "kl_limit": 0.02},
     "orpo": {"beta": 0.1},
     "simpo": {"beta": 2.0, "margin": 1.0},
     "sft": {},
@@ -56,6 +56,14 @@ class Align:
     reference_free: bool = field(
         default=False,
         metadata={"help": "Take the reference's log-probabilities as zero (dpo, cdpo, robust, ipo, hinge)."},
+    )
+    kl_limit: float | None = field(
+        default=None,
+        metadata={"help": "Largest KL to the reference at a validation, nats a token; 0.02 if not given, 0 is any."}
+        | {"min": 0},
+    )
+    on_kl: Literal["stop", "raise_beta"] = field(
+        default="stop", metadata={"help": "What a larger one does: stop there, or double beta and go on."}
     )
     sft_weight: float = field(
         default=0.0, metadata={"help": "Adds so much of the chosen answer's NLL a token to a pair's loss.", "min": 0}
@@ -99,7 +107,7 @@ class Align:
     def __post_init__(self):
         if self.steps is not None and self.epochs is not None:
             raise RecipeError("steps and epochs are both given; keep one of them")
-        for key in ("beta", "label_smoothing", "margin", "reference_free"):
+        for key in ("beta", "label_smoothing", "margin", "reference_free", "kl_limit"):
             value = getattr(self, key)
             if key not in OWN[self.method] and value is not None and value is not False:
                 takers = ", ".join(method for method, keys in OWN.items() if key in keys)

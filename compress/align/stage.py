@@ -1,9 +1,8 @@
 """The align stage: a model in; the same model on a 4-bit base, with trained adapters beside it, out."""
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from compress.align.loss import (
 from compress.align.mix import Staged
 from compress.align.preference import PREFERENCE_LOSSES
 from compress.align.settings import Align
+from compress.align.stream import PairStream, Reference
 from compress.data.batch import Batch, PairBatch
 from compress.data.batches import Batches, PairBatches
 from compress.data.rows import Rows, keep_quarantine
@@ -32,9 +32,11 @@ from compress.quantize.preflight import require_fit
 from compress.quantize.quantizers import QUANTIZERS
 from compress.record import TRACE
 from compress.settings import Common
-from compress.train.course import fit_settings, held_out, mesh_of_devices, reporter, validator
+from compress.train.checkpoints import Checkpoints
+from compress.train.course import fit_settings, held_out, mesh_of_devices, open_checkpoints, reporter, teller, validator
 from compress.train.fit import fit
 from compress.train.step import mean_of
+from compress.train.trace import Trace
 from export.atomic import atomic_folder
 from export.peft import Adapters
 from export.quantized import QuantizedTensor, QuantSpec
@@ -52,7 +54,8 @@ def run(settings: Align, common: Common) -> dict[str, Any]:
     with atomic_folder(common.out, common.force) as folder:
         base = quantized_base(load(settings.model).merged(), settings)
         trainer = Trainer(base, settings, common)
-        adapters, trace = trainer.train()
+        checkpoints = open_checkpoints(settings, common)
+        adapters, trace = trainer.train(checkpoints)
         (folder / TRACE).write_text(trace.to_json())
         scores = trainer.score_pairs(adapters)
         if scores:
@@ -62,6 +65,7 @@ def run(settings: Align, common: Common) -> dict[str, Any]:
         facts = {"stage": "align", "method": settings.method, "model": settings.model, **trainer.facts()}
         skipped = keep_quarantine(folder, trainer.rows, trainer.valid)
         save(dataclasses.replace(base, adapters=kept), folder, facts)
+    checkpoints.remove()
     return {
         "out": str(common.out),
         "method": settings.method,
@@ -129,10 +133,11 @@ class Trainer:
         if not self.is_preference:
             return sft_loss(self.config, self.scale, dropout=dropout)
         settings = self.settings
-        options = {**settings.own, "sft_weight": settings.sft_weight, "dropout": dropout}
+        options = {key: value for key, value in settings.own.items() if key != "kl_limit"}
+        options |= {"sft_weight": settings.sft_weight, "dropout": dropout}
         return preference_loss(self.config, self.scale, method=settings.method, **options)
 
-    def train(self):
+    def train(self, checkpoints: Checkpoints | None = None):
         """The trained adapters and their trace."""
         batches = self.batches(self.rows, sample=self.settings.sample)
         self.checks = held_out(partial(self.batches, self.valid), self.settings)
@@ -140,15 +145,20 @@ class Trainer:
             self.checks = [self.reference.fill(pairs) for pairs in self.checks]
         plan = fit_settings(self.settings, batches, self.common.seed)
         stage, counted = f"align ({self.settings.method})", "pairs" if self.is_preference else "tokens"
+        stream = self.stream(batches)
+        tell = teller(self.common.progress, stage)
         adapters, trace = fit(
             self.loss(dropout=self.settings.dropout),
             self.adapters,
             self.base,
-            self.stream(batches),
+            stream,
             plan,
             mesh=mesh_of_devices(),
             validate=self.validator(),
+            watch=partial(self.watch, stream, tell),
             on_step=reporter(self.common.progress, stage, plan.steps, counted),
+            on_event=tell,
+            checkpoints=checkpoints,
         )
         return adapters, trace
 
@@ -180,6 +190,19 @@ class Trainer:
 
         return validate
 
+    def watch(self, stream: Batches | PairStream, tell: Callable[[dict], None], trace: Trace) -> str | None:
+        """Whether the policy is too far from the reference: why to stop, or None where beta is raised instead."""
+        limit, kl = self.settings.own.get("kl_limit"), trace.validations[-1]["kl_to_reference"]
+        if not limit or kl <= limit:
+            return None
+        if self.settings.on_kl == "stop" or not isinstance(stream, PairStream):
+            return f"KL(policy || reference) is {kl:.4g} nats a token, over the limit of {limit:g}"
+        stream.beta_scale *= 2
+        event = {"event": "beta", "step": int(trace.validations[-1]["step"]), "kl": kl, "scale": stream.beta_scale}
+        trace.events.append(event)
+        tell(event)
+        return None
+
     def _log_probability(self, adapters: Stacked, base: Stacked, batch: Batch):
         return sequence_log_probability(self.config, with_adapters(base, adapters, self.scale), batch)
 
@@ -203,62 +226,3 @@ class Trainer:
     def facts(self) -> dict[str, Any]:
         """What the data was."""
         return {"rows": self.rows.quarantine.counts(), "data_sha256": self.rows.sha256}
-
-
-class Reference:
-    """The reference's log-probabilities of pairs, computed once a pair and kept."""
-
-    def __init__(self, log_probability: Callable[[Batch], jax.Array]):
-        """`log_probability` gives a row's."""
-        self.log_probability = log_probability
-        self.kept: dict[bytes, tuple[float, float]] = {}
-
-    def fill(self, pairs: PairBatch) -> PairBatch:
-        """The same batch with the reference's columns."""
-        keys = fingerprints(pairs)
-        if any(key not in self.kept for key in keys):
-            chosen, rejected = (np.asarray(self.log_probability(side)) for side in (pairs.chosen, pairs.rejected))
-            self.kept |= {key: (float(chosen[i]), float(rejected[i])) for i, key in enumerate(keys)}
-        columns = np.array([self.kept[key] for key in keys], np.float32)
-        return dataclasses.replace(pairs, reference_chosen=columns[:, 0], reference_rejected=columns[:, 1])
-
-
-class PairStream:
-    """Batches of pairs with the reference's log-probabilities and the mix's weight, resumable as `batches` are."""
-
-    def __init__(self, batches: Batches, reference: Reference | None, mix: Staged | None):
-        """Without a `reference` its columns stay zero, and without a `mix` the weight stays 1."""
-        self.batches, self.reference, self.mix = batches, reference, mix
-
-    def __iter__(self) -> Iterator[PairBatch]:
-        return self
-
-    def __next__(self) -> PairBatch:
-        pairs = next(self.batches)
-        if self.reference is not None:
-            pairs = self.reference.fill(pairs)
-        if self.mix is not None:
-            pairs = dataclasses.replace(pairs, weight=np.full_like(pairs.weight, self.mix.take()))
-        return pairs
-
-    def state(self) -> dict[str, Any]:
-        """The state of `batches`, and the mix's beside it."""
-        return self.batches.state() | ({} if self.mix is None else {"mix": self.mix.state()})
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`.
-
-        Raises:
-          DataError: it was made with other settings, data or tokenizer.
-        """
-        self.batches.restore(state)
-        if self.mix is not None:
-            self.mix.restore(state["mix"])
-
-
-def fingerprints(pairs: PairBatch) -> list[bytes]:
-    """What tells each pair from another: a hash of both rows' tokens, segments and masks."""
-    columns = [
-        np.asarray(x) for side in (pairs.chosen, pairs.rejected) for x in (side.tokens, side.segments, side.mask)
-    ]
-    return [hashlib.sha256(b"".join(x[row].tobytes() for x in columns)).digest() for row in range(len(columns[0]))]

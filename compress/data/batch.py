@@ -38,6 +38,7 @@ class PairBatch:
       reference_chosen, reference_rejected: log-probability of the answer's targets under the reference policy;
         zero until it has been computed.
       weight: of the preference loss, 0 to 1; the rest of 1 is that of the chosen answer's cross-entropy.
+      beta_scale: multiplies the loss's beta.
     """
 
     chosen: Batch
@@ -45,6 +46,7 @@ class PairBatch:
     reference_chosen: Float32[Array | np.ndarray, " B"]
     reference_rejected: Float32[Array | np.ndarray, " B"]
     weight: Float32[Array | np.ndarray, " B"]
+    beta_scale: Float32[Array | np.ndarray, " B"]
 
 
 def _register(kind: type) -> None:

@@ -73,11 +73,12 @@ def batch_of(rows: Sequence[Sequence[Example]], size: int, length: int, pad_id: 
 
 def pair_batch_of(pairs: Sequence[tuple[Example, Example]], size: int, length: int, pad_id: int = 0) -> PairBatch:
     """A batch of pairs, one a row, padded at the right; missing rows are all padding."""
-    zero = np.zeros(size, np.float32)
+    zero, one = np.zeros(size, np.float32), np.ones(size, np.float32)
     return PairBatch(
         batch_of([[chosen] for chosen, _ in pairs], size, length, pad_id),
         batch_of([[rejected] for _, rejected in pairs], size, length, pad_id),
         zero,
         zero.copy(),
-        np.ones(size, np.float32),
+        one,
+        one.copy(),
     )

@@ -6,6 +6,7 @@ Letters: B batch, T time, V vocabulary.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def distillation_loss(
     def loss(trainable: Stacked, frozen: Stacked, batch: Batch | Tempered, keys):
         batch, tau = batch if isinstance(batch, Tempered) else (batch, jnp.full(len(batch.tokens), temperature))
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), trainable)
-        view = {"positions": batch.positions, "segments": batch.segments}
+        view: dict[str, Any] = {"positions": batch.positions, "segments": batch.segments}
         ours, shown = tapped_states(student, cast, batch.tokens, taps[0], **view, remat=remat)
         theirs, copied = jax.lax.stop_gradient(tapped_states(teacher, frozen, batch.tokens, taps[1], **view))
         teacher_head = jax.lax.stop_gradient(dense(head(teacher, frozen), theirs.dtype))

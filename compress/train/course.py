@@ -103,20 +103,19 @@ def validator(loss_fn: LossFn, frozen: Any, batches: Sequence[Any]) -> Callable[
     return validate
 
 
-def open_checkpoints(course: Course, common: Common) -> Checkpoints:
-    """The checkpoints of a stage, in a folder beside its output that is named after it.
+def open_checkpoints(settings: Any, common: Common) -> Checkpoints:
+    """The checkpoints of a stage with these settings, in a folder beside its output that is named after it.
 
     Raises:
       RecipeError: those of a run with other settings or data lie there, and `common.force` is not given.
     """
     assert common.out is not None
-    layout = {field.name for field in dataclasses.fields(course) if field.metadata.get("layout")}
-    facts = {name: value for name, value in contents_of(course).items() if name not in layout}
+    layout = {field.name for field in dataclasses.fields(settings) if field.metadata.get("layout")}
+    facts = {name: value for name, value in contents_of(settings).items() if name not in layout}
     identity = facts | {"seed": common.seed, "dtype": common.dtype, **contents_of(common.data), "version": VERSION}
     return Checkpoints(
         common.out.with_name(f"{common.out.name}.checkpoints"),
         identity,
-        every=course.save_every,
         anew=common.force,
         warn=common.progress.warn,
     )

@@ -127,7 +127,6 @@ class _Loop:
                 continue
             if trouble := self.trouble(row):
                 self.roll_back(trouble, row["loss"])
-                following = None
                 continue
             self.trace.steps.append(row)
             self.on_step(self.step, row)

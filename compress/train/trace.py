@@ -14,6 +14,8 @@ def tell(event: dict[str, Any]) -> str:
             return f"{event['why']}; {back}"
         case "out of memory":
             return f"the device is out of memory; {event['per_device_batch']} rows at a time from here on"
+        case "beta":
+            return f"KL to the reference is {event['kl']:.4g}; beta is {event['scale']:g} times what it was set to"
         case "stopped":
             return f"stopped: {event['why']}"
     return str(event["event"])
