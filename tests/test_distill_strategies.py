@@ -29,7 +29,7 @@ from tests.tiny_models import EXEMPLARS, RECORDS, config_of, stacked_of
 from tests.tiny_run import CONFIG, rows, write_jsonl, write_model
 
 N = 6
-vectors = arrays.arrays(np.float32, N, elements=st.floats(-8, 8, width=32).map(lambda x: round(x, 2)))
+vectors = arrays.arrays(np.float32, N, elements=st.integers(-1000, 1000).map(lambda x: x / 128))
 HIDDEN, MAPS = STRATEGIES["hidden"], STRATEGIES["attention"]
 
 
@@ -239,7 +239,6 @@ def test_only_what_is_asked_for_is_tapped_and_only_of_the_layers_paired():
     assert f"f32[1,2,{tiny.LENGTH},{tiny.TEACHER.hidden_size}]" in text  # a layer of the teacher's three
     assert f"f32[3,2,{tiny.LENGTH},{tiny.TEACHER.hidden_size}]" not in text
     assert f"f32[1,2,{tiny.LENGTH},{tiny.LENGTH}]" not in text
-    assert "logsumexp" not in text
 
 
 @pytest.mark.parametrize(
@@ -256,7 +255,9 @@ def test_what_does_not_fit_the_pair_is_refused(options, message):
         matching_of(hidden=1.0, **options)
 
 
-@pytest.mark.parametrize("text", ["0", "0:", "a:b", "0:1,", "0:1 ,1:2", "-1:0", "0:1;1:2", "0:" + "9" * 5000])
+@pytest.mark.parametrize(
+    "text", ["0", "0:", "a:b", "0:1,", "0:1 ,1:2", "-1:0", "0:1;1:2", pytest.param("0:" + "9" * 5000, id="long")]
+)
 def test_a_layer_map_that_is_none_is_refused(text):
     with pytest.raises(RecipeError, match=r"give pairs of layers student:teacher, as in 0:1,1:3"):
         matching_of(layer_map=text)
