@@ -94,10 +94,10 @@ def preference_loss(
         ratios = log_probability - reference
         chosen, rejected = jnp.split(ratios / tokens if kind.average else ratios, 2)
         real = jnp.minimum(*jnp.split(targets, 2)) > 0
-        weight, scaled_beta = jnp.asarray(pairs.weight), beta * jnp.asarray(pairs.beta_scale)
-        values = kind.loss(Pairs(chosen, rejected, real, scaled_beta, label_smoothing, margin))
+        scaled_beta = beta * jnp.asarray(pairs.beta_scale)
+        losses = kind.loss(Pairs(chosen, rejected, real, scaled_beta, label_smoothing, margin))
         nll = -(log_probability / tokens)[: len(real)]
-        values = weight * (values + sft_weight * nll) + (1 - weight) * nll
+        mixed = pairs.weight * (losses + sft_weight * nll) + (1 - pairs.weight) * nll
 
         def total(rows):
             return jnp.where(real, rows, 0.0).sum()
@@ -111,7 +111,7 @@ def preference_loss(
         }
         metrics = {name: (total(rows), count) for name, rows in rewards.items()}
         metrics["cross_entropy"] = (-total(log_probability[: len(real)]), total(targets[: len(real)]))
-        return total(values), count, metrics
+        return total(mixed), count, metrics
 
     return loss
 
