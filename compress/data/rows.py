@@ -129,20 +129,21 @@ class Rows:
 
     def read(self, start: tuple[int, int, int] = START) -> Iterator[Row]:
         """Rows from `start`, the `after` of an earlier row, on; counts go on too."""
-        first = min(start, self._known) if self.kinds == ("preference",) else start
-        for where, values, after in self._values(first):
-            is_wanted = after > start
-            self.quarantine.read += is_wanted
+        pairs_alone = self.kinds == ("preference",)
+        # Rows before `start` are read again where their ids are not known, and do not count.
+        for where, values, after in self._values(min(start, self._known) if pairs_alone else start):
+            counts = after > start
+            self.quarantine.read += counts
             try:
                 kind, checked = self._check(values)
-                if self.kinds == ("preference",):
+                if pairs_alone:
                     self._require_new(values, after)
             except DataError as error:
-                if is_wanted:
+                if counts:
                     self.reject(where, str(error))
-            else:
-                if is_wanted:
-                    yield Row(kind, checked, where, after)
+                continue
+            if counts:
+                yield Row(kind, checked, where, after)
 
     def _values(self, start: tuple[int, int, int]) -> Iterator[tuple[str, Any, tuple[int, int, int]]]:
         """What the files hold from `start` on, unchecked: where it stands, the value, where the next one starts."""
