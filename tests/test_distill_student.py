@@ -18,7 +18,9 @@ from compress.distill.student import initial_student, make_student, student_arch
 from compress.errors import DataError, RecipeError
 from compress.models import decoder, read_config
 from compress.models.folder import Model, load
-from compress.settings import Common
+from compress.preflight import preflight
+from compress.quantize.settings import Quantize
+from compress.settings import Common, Data
 from tests import tiny_run
 from tests import tiny_training as tiny
 from tests.tiny_models import EXEMPLARS, RECORDS, config_of, forward, weights_of
@@ -242,7 +244,7 @@ def test_a_cut_that_keeps_all_is_the_teacher():
         ("cut:ffn=81", "ffn=81: must be .* at most the teacher's 80"),
         ("cut:kv_heads=0", "kv_heads=0: must be at least 1"),
         ("cut:kv_heads=3", "kv_heads=3: must be .* at most the teacher's 2"),
-        ("cut:hidden=42", "hidden=42 is not a multiple of its 4 attention heads"),
+        ("cut:hidden=42", "4 attention heads do not divide a width of 42"),
     ],
 )
 def test_a_cut_that_does_not_suit_is_refused_before_any_weight_is_read(spec, message):
@@ -279,3 +281,11 @@ def test_a_run_makes_the_same_student_again_from_its_training_rows(world):
         np.testing.assert_array_equal(value, again.weights[name])
     other = initial_student(dataclasses.replace(given, data=given.valid), Common(), teacher)
     assert any(not np.array_equal(value, other.weights[name]) for name, value in first.weights.items())
+
+
+def test_groups_that_do_not_divide_a_cut_are_refused_before_the_run(world):
+    given = Distill(teacher=str(world / "teacher"), student="cut:hidden=48", data=(world / "train.jsonl",))
+    with pytest.raises(RecipeError, match="group_size = 32 does not divide the inputs of"):
+        preflight({"distill": given, "quantize": Quantize(method="rtn", group_size=32)}, Data(), None)
+    fits = dataclasses.replace(given, student="cut:hidden=32,ffn=64,kv_heads=1")
+    preflight({"distill": fits, "quantize": Quantize(method="rtn", group_size=32)}, Data(), None)

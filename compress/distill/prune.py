@@ -9,7 +9,6 @@ from jaxtyping import Int
 
 from compress.data.batch import Batch
 from compress.distill.importance import Measured, important_layers, measure, most_important
-from compress.errors import RecipeError
 from compress.models import read_config
 from compress.models.config import DecoderConfig
 from compress.models.decoder import EMBEDDING, FINAL_NORM, LAYER
@@ -50,26 +49,11 @@ class Cut:
 
     @classmethod
     def of(cls, teacher: DecoderConfig, layers: tuple[int, ...] | int, given: Mapping[str, int]) -> "Cut":
-        """A cut to the sizes in `given`, by their names in `SIZES`; a key-value head keeps its queries.
-
-        Raises:
-          RecipeError: a size is more than the teacher's, or none that a reader would take.
-        """
-        for name, size in given.items():
-            most = getattr(teacher, SIZES[name])
-            if not 1 <= size <= most:
-                raise RecipeError(f"{name}={size}: must be at least 1 and at most the teacher's {most}")
+        """A cut to the sizes in `given`, by their names in `SIZES`; a key-value head keeps its queries."""
         sizes = {field: given.get(name, getattr(teacher, field)) for name, field in SIZES.items()}
         grouped = teacher.num_attention_heads // teacher.num_key_value_heads
         sizes |= {"num_attention_heads": grouped * sizes["num_key_value_heads"], "head_dim": teacher.head_dim}
-        if all(getattr(teacher, field) == size for field, size in sizes.items()):
-            return cls(layers, {})
-        width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
-        if width % heads:
-            raise RecipeError(
-                f"hidden={width} is not a multiple of its {heads} attention heads; transformers loads none"
-            )
-        return cls(layers, sizes)
+        return cls(layers, sizes if any(getattr(teacher, field) != size for field, size in sizes.items()) else {})
 
     def architecture(self, teacher: DecoderConfig) -> DecoderConfig:
         """The student's; where importance chooses the layers, it isn't known yet which of them have a window."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from compress.data.batch import Batch
 from compress.distill.importance import calibration_batches
-from compress.distill.prune import Cut, prune
+from compress.distill.prune import SIZES, Cut, prune
 from compress.distill.settings import Distill
 from compress.errors import RecipeError
 from compress.models import read_config
@@ -64,10 +64,17 @@ def read_cut(spec: str, teacher: DecoderConfig) -> Cut | None:
     layers = sizes.pop("layers", depth)
     if not 1 <= layers <= depth:
         raise RecipeError(f"student {spec!r}: the teacher has {depth} layers")
-    try:
-        return Cut.of(teacher, layers if "@importance" in spec else tuple(even_layers(depth, layers)), sizes)
-    except RecipeError as error:
-        raise RecipeError(f"student {spec!r}: {error}") from None
+    for name, size in sizes.items():
+        most = getattr(teacher, SIZES[name])
+        if not 1 <= size <= most:
+            raise RecipeError(f"student {spec!r}: {name}={size}: must be at least 1 and at most the teacher's {most}")
+    cut = Cut.of(teacher, layers if "@importance" in spec else tuple(even_layers(depth, layers)), sizes)
+    if cut.sizes and cut.sizes["hidden_size"] % cut.sizes["num_attention_heads"]:
+        width, heads = cut.sizes["hidden_size"], cut.sizes["num_attention_heads"]
+        raise RecipeError(
+            f"student {spec!r}: {heads} attention heads do not divide a width of {width}, and transformers wants that"
+        )
+    return cut
 
 
 def make_student(spec: str, teacher: Model, *, seed: int, calibration: Callable[[], Sequence[Batch]] = tuple) -> Model:
