@@ -111,8 +111,8 @@ def cut_width(teacher: Model, sizes: dict[str, Any], measured: Measured) -> Mode
         if name == EMBEDDING:
             cut = cut * scale
         elif name in measured.energy and new.hidden_size < old.hidden_size:
-            some, all_of_it = measured.energy[name][hidden].mean(), measured.energy[name].mean()
-            factor = np.sqrt(some / all_of_it) if all_of_it else 1.0
+            energy = measured.energy[name]
+            factor = np.sqrt(energy[hidden].mean() / energy.mean()) if energy.any() else 1.0
             if name == FINAL_NORM and old.tie_word_embeddings:
                 factor /= scale  # the head is the embedding
             cut = (old.norm_offset + cut) * factor - old.norm_offset
