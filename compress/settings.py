@@ -59,7 +59,7 @@ class Eval:
         default=None, metadata={"help": "Its parent: the model before quantization.", "model": True}
     )
     teacher: str | None = field(default=None, metadata={"help": "The teacher.", "model": True})
-    data: tuple[Path, ...] = field(metadata={"help": "Held-out text: JSONL or plain text."}, kw_only=True)
+    data: tuple[Path, ...] = field(metadata={"help": "Held-out text: JSONL, Parquet or plain text."}, kw_only=True)
     window: int = field(
         default=512, metadata={"help": "Tokens that a prediction may look back on.", "min": 2, "max": 2**20}
     )

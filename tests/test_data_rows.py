@@ -156,9 +156,9 @@ def test_reading_continues_after_any_row(tmp_path, monkeypatch, name):
         assert list(Rows(paths).read(row.after)) == found[i + 1 :]
 
 
-@pytest.mark.parametrize(("name", "says"), [("none.jsonl", "no such file"), ("a.parquet", "cannot read .parquet")])
+@pytest.mark.parametrize(("name", "says"), [("none.jsonl", "no such file"), ("a.csv", "cannot read .csv")])
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, says):
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    (tmp_path / "a.csv").write_bytes(b"text")
     with pytest.raises(DataError, match=says):
         Rows(tmp_path / name)
     with pytest.raises(DataError, match="is a folder"):

@@ -25,7 +25,9 @@ OWN: dict[str, dict[str, Any]] = {
 class Align:
     """Train low-rank adapters on a frozen 4-bit base, on completions (sft) or on preferences (all other methods)."""
 
-    data: tuple[Path, ...] = field(metadata={"help": "JSONL: completions for sft, preference pairs for the others."})
+    data: tuple[Path, ...] = field(
+        metadata={"help": "Rows, JSONL or Parquet: completions for sft, preference pairs for the others."}
+    )
     model: str | None = field(
         default=None,
         metadata={"help": "Model folder or GGUF file; a quantized folder is a base as it is.", "model": True}

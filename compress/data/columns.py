@@ -130,4 +130,4 @@ def _is_text(part: Any) -> bool:
 
 def _type(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)

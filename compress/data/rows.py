@@ -1,4 +1,4 @@
-"""Rows of JSONL and plain-text files: streamed, checked, and counted.
+"""Rows of JSONL, Parquet and plain-text files: streamed, checked, and counted.
 
 A row's kind is told by its columns:
 
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from compress.data.columns import CHECKS
+from compress.data.parquet import PARQUET, check_parquet, parquet_rows
 from compress.errors import DataError, RecipeError
 
 KINDS = {
@@ -45,7 +46,10 @@ SHOWN = 20  # skipped rows that a result lists
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row: `values` by the canonical column names; `where` is file:line; `after` is where the next one starts."""
+    """One row: `values` by the canonical column names; `where` is file:line; `after` is where the next one starts.
+
+    `after` is (index of the file, byte offset, line); in Parquet a row is a line, and the offset stays 0.
+    """
 
     kind: str
     values: dict[str, Any]
@@ -150,7 +154,8 @@ class Rows:
         index, offset, line = start
         for number in range(index, len(self.paths)):
             path = self.paths[number]
-            read = self._json_rows if path.suffix.lower() in JSONL else self._text_rows
+            suffix = path.suffix.lower()
+            read = self._json_rows if suffix in JSONL else self._parquet_rows if suffix in PARQUET else self._text_rows
             with path.open("rb") as file:
                 file.seek(offset)
                 for where, values, after in read(file, path, line):
@@ -178,6 +183,9 @@ class Rows:
             if raw is None or raw.strip():
                 yield f"{path}:{line}", _parse(raw, first=line == 1), (file.tell(), line + 1)
             line += 1
+
+    def _parquet_rows(self, file: BinaryIO, path: Path, row: int) -> Iterator[tuple[str, Any, tuple[int, int]]]:
+        return parquet_rows(file, path, row, set(self.columns.values()))
 
     def _text_rows(self, file: BinaryIO, path: Path, line: int) -> Iterator[tuple[str, Any, tuple[int, int]]]:
         held: list[bytes] = []
@@ -254,8 +262,10 @@ def _check_path(path: Path) -> None:
         raise DataError(f"{path}: is a folder; name the files in it")
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    if path.suffix.lower() not in JSONL | PLAIN:
-        raise DataError(f"{path}: cannot read {path.suffix} files; give .jsonl or .txt")
+    if path.suffix.lower() not in JSONL | PARQUET | PLAIN:
+        raise DataError(f"{path}: cannot read {path.suffix} files; give .jsonl, .parquet or .txt")
+    if path.suffix.lower() in PARQUET:
+        check_parquet(path)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:

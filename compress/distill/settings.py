@@ -16,7 +16,7 @@ class Distill:
     """Teach a smaller model to predict as its teacher does."""
 
     teacher: str = field(metadata={"help": "Model folder or GGUF file.", "model": True})
-    data: tuple[Path, ...] = field(metadata={"help": "Text to learn from: JSONL or plain text."})
+    data: tuple[Path, ...] = field(metadata={"help": "Text to learn from: JSONL, Parquet or plain text."})
     student: str = field(
         default="half",
         metadata={

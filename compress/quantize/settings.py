@@ -23,7 +23,9 @@ class Quantize:
     method: Literal["gptq", "rtn"] = field(
         default="gptq", metadata={"help": "GPTQ, or round to nearest with the best clipping."}
     )
-    calibration: tuple[Path, ...] = field(default=(), metadata={"help": "Text that GPTQ sees: JSONL or plain text."})
+    calibration: tuple[Path, ...] = field(
+        default=(), metadata={"help": "Text that GPTQ sees: JSONL, Parquet or plain text."}
+    )
     calibration_tokens: int = field(
         default=16384, metadata={"help": "Tokens of it to use, of each file an equal share.", "min": 1}
     )
