@@ -112,6 +112,13 @@ RUN_EXAMPLES = (
     "compress run recipe.toml --set quantize.bits=8 --set distill.steps=500",
     "COMPRESS_DISTILL__STEPS=500 compress run recipe.toml",
 )
+PLAN_HELP = (
+    "Tell what a recipe takes of memory, disk and time, and run nothing. Exits 0 if it fits this machine, 1 if not."
+)
+PLAN_EXAMPLES = (
+    "compress plan recipe.toml",
+    "compress plan recipe.toml --set distill.per_device_batch=2 --json",
+)
 
 
 class LazyCommand(click.Command):
@@ -157,6 +164,10 @@ def _stage_parameters(name: str) -> list[click.Parameter]:
     assert table is not None
     recipe = click.Option(["--recipe"], type=click.Path(path_type=Path), help=f"Recipe whose [{name}] table to use.")
     return [*options_for(table), *_data_parameters(name), *_out_parameters(stage.out), recipe, *_common_parameters()]
+
+
+def _plan_parameters() -> list[click.Parameter]:
+    return [option for option in _run_parameters() if option.name != "force"]
 
 
 def _run_parameters() -> list[click.Parameter]:
@@ -218,7 +229,7 @@ def _run_stage(name: str, /, **given: Any) -> int:
     return _finish(_function(stage.function)(settings, common), given["as_json"])
 
 
-def _run_recipe(**given: Any) -> int:
+def _run_recipe(function: str, /, **given: Any) -> int:
     import dataclasses
 
     from compress.errors import RecipeError
@@ -229,8 +240,8 @@ def _run_recipe(**given: Any) -> int:
     if Path(name).name != name:
         raise RecipeError(f"{path}: name = {name!r} is the name of a folder in runs/, not a path; --out takes a path")
     recipe = dataclasses.replace(recipe, name=name)
-    common = _common(recipe, given["out"] or Path("runs") / name, given["force"])
-    return _finish(_function("compress.pipeline:run")(recipe, common), given["as_json"])
+    common = _common(recipe, given["out"] or Path("runs") / name, given.get("force", False))
+    return _finish(_function(function)(recipe, common), given["as_json"])
 
 
 def _data_flags(name: str, given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -297,8 +308,12 @@ def _add_commands() -> None:
             epilog=_examples(stage.examples),
         )
         commands.add_command(command)
-    run = LazyCommand("run", _run_parameters, callback=_run_recipe, help=RUN_HELP, epilog=_examples(RUN_EXAMPLES))
-    commands.add_command(run)
+    for name, parameters, function, text, examples in (
+        ("plan", _plan_parameters, "compress.plan:run", PLAN_HELP, PLAN_EXAMPLES),
+        ("run", _run_parameters, "compress.pipeline:run", RUN_HELP, RUN_EXAMPLES),
+    ):
+        callback = partial(_run_recipe, function)
+        commands.add_command(LazyCommand(name, parameters, callback=callback, help=text, epilog=_examples(examples)))
 
 
 _add_commands()

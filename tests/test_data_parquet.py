@@ -36,7 +36,7 @@ def write(path, rows, *, group=None, schema=None):
         {"chosen": TALK, "rejected": SAYS_NO},
         {"tokens": [1, 2]},
     ],
-    ids=lambda row: "+".join(row),
+    ids="+".join,
 )
 def test_a_row_is_what_it_is_in_jsonl(tmp_path, row):
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")

@@ -1,0 +1,502 @@
+"""`compress plan`: what each stage of a recipe takes of memory, disk and time, told before anything runs.
+
+A stage's heaviest programs are compiled for shapes alone: no weight is read, and nothing is computed. XLA's buffer
+assignment then says how many bytes a program holds at once, arguments, gradients, AdamW's moments, activations and
+logits included; what lies beside the program is counted here, and each function below says how. Seconds are
+floating-point operations over the rate of a matrix product on this machine. A bias, a norm or a tokenizer's work is
+in neither.
+
+Letters: P parameters, B rows of a batch, T tokens of a row, D model, V vocabulary, L layers, I inputs, O outputs.
+"""
+
+import dataclasses
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from compress.align.loss import preference_loss, sft_loss
+from compress.align.settings import Align
+from compress.data.batch import Batch, PairBatch
+from compress.data.batches import BUFFER
+from compress.data.rows import Rows
+from compress.data.split import ONE_IN
+from compress.distill.loss import distillation_loss
+from compress.distill.settings import Distill
+from compress.distill.student import CUT, make_student, student_architecture
+from compress.evaluate import BATCH, CHUNK
+from compress.models import read_config
+from compress.models.config import DecoderConfig
+from compress.models.decoder import (
+    Stacked,
+    block_shapes,
+    hidden_states,
+    layer_data,
+    linears,
+    partition,
+    shapes,
+    stack,
+)
+from compress.models.folder import Model, architecture
+from compress.models.lora import init_adapters, is_adapter
+from compress.pipeline import Run
+from compress.quantize.calibrate import JOIN, capture
+from compress.quantize.gptq import round_in_order
+from compress.quantize.preflight import spec_of_layers
+from compress.quantize.quantizers import QUANTIZERS
+from compress.quantize.rtn import CLIP_STEPS, round_to_nearest
+from compress.quantize.settings import Quantize
+from compress.schema import Recipe
+from compress.settings import Common, Eval, Export
+from compress.train.course import VALIDATION_BATCHES, mesh_of_devices
+from compress.train.fit import FitSettings, LossFn, make_step
+from compress.train.mesh import batch_sharding, weight_shardings
+from export.checkpoint import read
+from export.quantized import QuantizedTensor, QuantSpec
+
+GB = 1e9
+BYTES_PER_TOKEN = 4  # of a data file; English text has four to five
+LEFT_BEHIND = 0.15e9  # bytes of RAM that a stage leaves to those after it, as compiled programs; so the quickstart's do
+PROBE_SECONDS = 0.3
+PROBE_ROWS = 2048
+MISFIT = 1  # exit code
+
+shape_of = jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What a stage takes.
+
+    Attributes:
+      device: bytes on each device at the peak.
+      host: bytes of RAM beside it, less Python, JAX and its compiler.
+      disk: bytes that it writes and leaves.
+      flops: floating-point operations.
+      loading: bytes of RAM while nothing is on the device yet.
+    """
+
+    device: float
+    host: float
+    disk: float
+    flops: float
+    loading: float = 0
+
+
+def run(recipe: Recipe, common: Common) -> dict[str, Any]:
+    """Each stage's memory, disk and time against what the machine has; `exit_code` 1 where they do not fit.
+
+    Raises:
+      RecipeError, DataError, ArtifactError, EvidenceError: whatever a run would refuse before its first stage.
+    """
+    assert common.out is not None
+    plan = Plan(Run(recipe, common), common)
+    rows, change = {}, {}
+    for number, name in enumerate(plan.stages, 1):
+        need = plan.need(name)
+        rows[name] = plan.row(need)
+        if not plan.fits(need):
+            change[name] = plan.cure(name)
+        common.progress("plan", number, len(plan.stages))
+    room = {"memory_gb": plan.memory / GB, "disk_gb": plan.disk / GB}
+    if plan.device_memory is not None:
+        room["device_gb"] = plan.device_memory / GB
+    written = sum(row["disk_gb"] for row in rows.values())
+    if written > room["disk_gb"]:
+        change["disk"] = f"free {written - room['disk_gb']:.3g} GB, or give --out a place on another disk"
+    return {
+        "stages": rows,
+        "free": _rounded(room),
+        "matmul_gflops": round(plan.rate / 1e9, 1),
+        "note": "memory and seconds are estimates: docs/run.md says how they are made and how far off they were",
+        "fits": not change,
+        **({"change": change} if change else {}),
+        "exit_code": MISFIT if change else 0,
+    }
+
+
+class Plan:
+    """The stages of a run, the models that go through them, and the machine."""
+
+    def __init__(self, work: Run, common: Common):
+        """Read the architectures that the recipe names, and look at the machine."""
+        self.settings, self.folder, self.common = work.settings, work.folder, common
+        self.stages = work.stages
+        self.dtype = jnp.dtype(common.dtype)
+        self.mesh = mesh_of_devices()
+        self.teacher: DecoderConfig | None = None
+        if "distill" in self.stages:
+            self.first, self.teacher = student_and_teacher(self.settings["distill"])
+        else:
+            self.first = architecture(self.settings[self.stages[0]].model)
+        # What this process holds already is part of what a stage takes.
+        self.memory, self.device_memory = free_memory() + resident_bytes(), free_device_memory()
+        self.disk = shutil.disk_usage(next(path for path in self.folder.absolute().parents if path.exists())).free
+        self.rate = matmul_rate(self.teacher or self.first, self.dtype)
+
+    def need(self, name: str, **changes: Any) -> Need:
+        """What a stage takes, with some of its settings changed."""
+        found = getattr(self, name)(dataclasses.replace(self.settings[name], **changes))
+        left = LEFT_BEHIND * self.stages.index(name)
+        return dataclasses.replace(found, host=found.host + left, loading=found.loading + left)
+
+    def row(self, need: Need) -> dict[str, float]:
+        """A stage's line of the table."""
+        device = {} if self.device_memory is None else {"device_gb": need.device / GB}
+        figures = {"memory_gb": self.ram(need) / GB, **device, "disk_gb": need.disk / GB}
+        return _rounded(figures) | {"seconds": round(need.flops / self.rate / jax.device_count(), 1)}
+
+    def ram(self, need: Need) -> float:
+        """Bytes of RAM at the peak: where the device is the CPU, what it holds is RAM too.
+
+        What Python, JAX and the compiler hold is what they hold here, after the same programs were compiled.
+        """
+        on_host = need.host + (need.device * jax.device_count() if self.device_memory is None else 0)
+        return max(need.loading, on_host) + resident_bytes()
+
+    def fits(self, need: Need) -> bool:
+        """Whether the memory suffices."""
+        enough = self.ram(need) <= self.memory
+        return enough and (self.device_memory is None or need.device <= self.device_memory)
+
+    def cure(self, name: str) -> str:
+        """What to change where a stage does not fit: the most rows at once that do, if any do."""
+        settings = self.settings[name]
+        if not isinstance(settings, Distill | Align):
+            key = {"quantize": "calibration_tokens", "eval": "window"}.get(name)
+            return f"lower {key}, or take a smaller model" if key else "take a smaller model"
+        share = settings.global_batch // jax.device_count()
+        now = settings.per_device_batch or share
+        for rows in (rows for rows in range(now - 1, 0, -1) if share % rows == 0):
+            need = self.need(name, per_device_batch=rows)
+            if self.fits(need):
+                return f"per_device_batch = {rows} takes {self.ram(need) / GB:.3g} GB, and the result is the same"
+        return "not even per_device_batch = 1 fits: lower sequence_length, or take a smaller model"
+
+    def config(self, settings: Any) -> DecoderConfig:
+        """The architecture of the model that a stage reads; it may not exist yet."""
+        made_here = Path(settings.model).is_relative_to(self.folder)
+        return self.first if made_here else architecture(settings.model)
+
+    def distill(self, settings: Distill) -> Need:
+        """The teacher in float32 on the host, two copies of the best student, and the step beside the first weights.
+
+        Operations: of a token the teacher's forward pass and three times the student's (forward, and the gradients
+        of inputs and of weights).
+        """
+        assert self.teacher is not None
+        length, student = settings.sequence_length, self.first
+        loss = distillation_loss(
+            student,
+            self.teacher,
+            divergence=settings.divergence,
+            temperature=settings.temperature,
+            alpha=settings.alpha,
+            chunk=settings.chunk,
+            dtype=self.dtype,
+        )
+        trainable, frozen = (
+            _stacked(c, _floats(c, d)) for c, d in ((student, jnp.float32), (self.teacher, self.dtype))
+        )
+        held = self.training(loss, trainable, frozen, _batch(settings.global_batch, length), settings)
+        ours, theirs = forward_flops(student, length), forward_flops(self.teacher, length)
+        steps, checks = self.course(settings)
+        tokens = settings.global_batch * length
+        return Need(
+            device=held + size(trainable),
+            host=size(_floats(self.teacher, jnp.float32)) + 2 * size(trainable) + buffer_bytes(settings.data),
+            disk=size(_floats(student, jnp.bfloat16)),
+            flops=tokens * (steps * (theirs + 3 * ours) + checks * (theirs + ours)),
+        )
+
+    def align(self, settings: Align) -> Need:
+        """The packed base on the host, and the step; before that the float32 model while it is packed.
+
+        Operations: the base is frozen, so of a token twice the forward pass, adapters aside; a preference has two
+        rows, and a forward pass of the reference.
+        """
+        config, length = self.config(settings), settings.sequence_length
+        spec = QuantSpec(bits=settings.bits, group_size=settings.group_size)
+        base = _packed(config, dict.fromkeys(linears(config), spec), self.dtype)
+        adapters = jax.eval_shape(lambda: init_adapters(config, jax.random.key(0), settings.rank))
+        trainable, frozen = partition(_stacked(config, base | adapters), is_adapter)
+        scale, rows = settings.alpha / settings.rank, settings.global_batch
+        batch: Any = _batch(rows, length)
+        if settings.method == "sft":
+            loss, wide = sft_loss(config, scale, dropout=settings.dropout), 1
+        else:
+            loss = preference_loss(config, scale, method=settings.method, beta=settings.beta, dropout=settings.dropout)
+            score = shape_of((rows,), jnp.float32)
+            batch, wide = PairBatch(batch, batch, score, score), 2
+        held = self.training(loss, trainable, frozen, batch, settings)
+        steps, checks = self.course(settings)
+        tokens, once = wide * rows * length, forward_flops(config, length)
+        reference = 0 if settings.method == "sft" else 1
+        return Need(
+            device=held + size(trainable),
+            host=size(base) + 2 * size(trainable) + buffer_bytes(settings.data),
+            loading=size(_floats(config, jnp.float32)) + size(base),
+            disk=size(_packed(config, dict.fromkeys(linears(config), spec), jnp.bfloat16)) + size(adapters),
+            flops=tokens * once * (steps * (2 + reference) + checks * 3),
+        )
+
+    def quantize(self, settings: Quantize) -> Need:
+        """The float32 model and its packed self; on the device a layer's program, and the calibration's hidden states
+        into the layer, out of it, and out of the packed layer.
+
+        Operations: of a calibration token two forward passes and the x x^T of each layer's inputs, 2 I^2; of a linear
+        O I^2 to make up for errors, and I^3 / 3 for the Hessian's factor.
+        """
+        config, length = self.config(settings), settings.sequence_length
+        specs = specs_of(settings, config)
+        spec = next(iter(specs.values()))
+        layer = {name: shape_of(shape, jnp.float32) for name, shape in block_shapes(config).items()}
+        widest = max((leaf for leaf in layer.values() if leaf.ndim == 2), key=lambda leaf: leaf.size)
+        device, flops = float(held(round_to_nearest, widest, spec, CLIP_STEPS)), 0.0
+        if settings.calibration:
+            tokens, layers = settings.calibration_tokens, config.num_hidden_layers
+            rows = max(1, min(4, tokens // len(settings.calibration) // length))
+            x = shape_of((rows, length, config.hidden_size), jnp.float32)
+            arguments = (config, layer, x, tuple(part[0] for part in layer_data(config)), _batch(rows, length))
+            _, grams = jax.eval_shape(partial(capture, config), *arguments[1:])
+            alike = {name: [layer[f"{part}.weight"].shape for part in name.split(JOIN)] for name in grams}
+            wide = {name: (sum(outputs for outputs, _ in found), found[0][1]) for name, found in alike.items()}
+            device = held(capture, *arguments)
+            if QUANTIZERS[settings.method].calibrated:
+                name = max(wide, key=lambda name: math.prod(wide[name]) + grams[name].size)
+                w = shape_of(wide[name], jnp.float32)
+                device = max(device, held(round_in_order, w, grams[name], settings.damp, spec, "static", CLIP_STEPS))
+                flops += layers * sum(o * i**2 + i**3 / 3 for o, i in wide.values())
+            device += 3 * tokens * config.hidden_size * x.dtype.itemsize + size(grams)
+            squares = sum(gram.size for gram in grams.values())
+            flops += tokens * 2 * (forward_flops(config, length) + squares * layers)
+        return Need(
+            device=device,
+            host=size(_floats(config, jnp.float32)) + 2 * size(_packed(config, specs, jnp.float32)),
+            disk=size(_packed(config, specs, jnp.bfloat16)),
+            flops=flops,
+        )
+
+    def export(self, settings: Export) -> Need:
+        """The model, the one that is read back, and one of them on the device, where their logits are compared."""
+        config = self.config(settings)
+        model = self.landed(config, jnp.float32)
+        written = {
+            "compressed-tensors": size(self.landed(config, jnp.bfloat16)),
+            "gguf": sum(math.prod(v.shape) * gguf_bits(v, settings.gguf_type) / 8 for v in model.values()),
+            "safetensors": size(_floats(config, jnp.bfloat16)),
+            "orbax": size(model),
+        }
+        disk = sum(written[name] for name in settings.format)
+        return Need(device=size(model), host=2 * size(model), disk=disk, flops=0.0)
+
+    def eval(self, settings: Eval) -> Need:
+        """Every model on the host and on the device, its hidden states of a batch and its logits of a chunk.
+
+        Operations: of a token every model's forward pass, and three more for what has landed of the adapters.
+        """
+        config, window = self.config(settings), settings.window
+        exported = self.settings["export"].format if "export" in self.stages else ("",)
+        models = [(config, self.landed(config, jnp.float32)) for _ in exported]
+        floats = [config] if settings.baseline or "quantize" in self.stages else []
+        floats += [architecture(settings.teacher)] if settings.teacher else [self.teacher] if self.teacher else []
+        floats += [config, config] if self.teacher else []  # the student before distillation and after
+        models += [(other, _floats(other, jnp.float32)) for other in floats]
+        placed = [(other, _stacked(other, _cast(weights, self.dtype))) for other, weights in models]
+        largest, stacked = max(placed, key=lambda model: model[0].num_hidden_layers * model[0].hidden_size ** 2)
+        tokens = shape_of((BATCH, window), jnp.int32)
+        inside = held(jax.jit(partial(hidden_states, largest)), stacked, tokens) - size(stacked)
+        hidden = sum(BATCH * window * other.hidden_size * self.dtype.itemsize for other, _ in models)
+        logits = sum(CHUNK * other.vocab_size * 4 for other, _ in models)
+        passes = [other for other, _ in models] + 3 * [config] * ({"align", "quantize"} <= set(self.stages))
+        scored = settings.max_tokens or tokens_in(settings.data)
+        return Need(
+            device=sum(size(weights) for _, weights in placed) + inside + hidden + logits,
+            host=sum(size(weights) for _, weights in models),
+            disk=0,
+            flops=scored * sum(forward_flops(other, window) for other in passes),
+        )
+
+    def landed(self, config: DecoderConfig, dtype: Any) -> dict[str, Any]:
+        """The weights that are exported, floats in `dtype`."""
+        if "quantize" in self.stages:
+            return _packed(config, specs_of(self.settings["quantize"], config), dtype)
+        return _floats(config, dtype)
+
+    def training(
+        self, loss: LossFn, trainable: Stacked, frozen: Stacked, batch: Any, settings: Distill | Align
+    ) -> float:
+        """Bytes of a step, or of a validation beside AdamW's state, whichever is more."""
+        fit = FitSettings(
+            steps=1,
+            learning_rate=settings.learning_rate,
+            global_batch=settings.global_batch,
+            per_device_batch=settings.per_device_batch,
+        )
+        step, optimizer = make_step(loss, fit, self.mesh)
+        trees = (trainable, jax.eval_shape(optimizer.init, trainable), frozen)
+        if self.mesh is not None:
+            trees = tuple(_placed(tree, weight_shardings(self.mesh, tree)) for tree in trees)
+            batch = _placed(batch, jax.tree.map(lambda _: batch_sharding(self.mesh), batch))
+        trainable, state, frozen = trees
+        validation = jax.jit(lambda trainable, frozen, batch: loss(trainable, frozen, batch, None))
+        return max(
+            held(step, trainable, state, frozen, batch, shape_of((), jnp.int32)),
+            held(validation, trainable, frozen, batch) + size(state),
+        )
+
+    def course(self, settings: Distill | Align) -> tuple[int, int]:
+        """Steps, and batches of all validations together."""
+        steps = settings.steps
+        if steps is None:
+            if isinstance(settings, Align) and settings.method != "sft":
+                data = self.common.data
+                rows: float = sum(1 for _ in Rows(settings.data, columns=data.columns, bad_rows=data.bad_rows))
+            else:
+                rows = tokens_in(settings.data) / settings.sequence_length
+            steps = math.ceil((settings.epochs or 1) * rows / settings.global_batch)
+        validations = 1 + math.ceil(steps / settings.valid_every)
+        held_out = tokens_in(settings.valid) if settings.valid else tokens_in(settings.data) / ONE_IN
+        batches = math.ceil(held_out / settings.global_batch / settings.sequence_length)
+        return steps, validations * min(VALIDATION_BATCHES, batches)
+
+
+def held(function: Any, *arguments: Any) -> int:
+    """Bytes that a jitted function of these shapes holds on a device at once, its arguments among them."""
+    # Code that never runs need not be fast; which buffers there are is settled before.
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    found = function.lower(*arguments).compile(compiler_options=options).memory_analysis()
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    return found.argument_size_in_bytes + results + found.temp_size_in_bytes
+
+
+def size(tree: Any) -> int:
+    """Bytes of a tree of shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def forward_flops(config: DecoderConfig, length: int) -> float:
+    """Operations of a token's way through a model and its head.
+
+    Two a weight of each linear and of the head; and in attention, which is computed whole and then masked, two for
+    each of the row's tokens and channels, for scores and for values.
+    """
+    weights = sum(math.prod(shape) for shape in linears(config).values()) + config.vocab_size * config.hidden_size
+    return 2.0 * weights + 4.0 * config.num_hidden_layers * length * config.num_attention_heads * config.head_dim
+
+
+def gguf_bits(value: Any, gguf_type: str) -> float:
+    """Bits of a weight in GGUF, where each block of 32 has a float16 scale, and a minimum if asymmetric."""
+    if gguf_type in ("F16", "Q8_0"):
+        return {"F16": 16, "Q8_0": 8.5}[gguf_type]
+    return value.spec.bits + (0.5 if value.spec.symmetric else 1) if isinstance(value, QuantizedTensor) else 16
+
+
+def student_and_teacher(settings: Distill) -> tuple[DecoderConfig, DecoderConfig]:
+    """Both architectures; a cut is made of a teacher without weights.
+
+    Raises:
+      RecipeError: the teacher has fewer layers than the cut.
+    """
+    hf = read(settings.teacher).config
+    teacher = Model(hf, read_config(hf), {}, {})
+    if CUT.fullmatch(settings.student):
+        return make_student(settings.student, teacher, seed=0).config, teacher.config
+    return student_architecture(settings.student, teacher.config), teacher.config
+
+
+def specs_of(settings: Quantize, config: DecoderConfig) -> dict[str, QuantSpec]:
+    """How each linear will be quantized, and the embedding if it is."""
+    spec = QuantSpec(bits=settings.bits, group_size=settings.group_size, symmetric=settings.symmetric)
+    return spec_of_layers(config, spec, settings.fallback_group_size, settings.embedding_bits)
+
+
+def tokens_in(paths: Iterable[Path]) -> float:
+    """About how many tokens files hold."""
+    return sum(path.stat().st_size for path in paths) / BYTES_PER_TOKEN
+
+
+def buffer_bytes(paths: Iterable[Path]) -> float:
+    """Bytes of a training stage's buffer of examples: an int32 and a bool a token."""
+    return 5 * min(BUFFER, tokens_in(paths))
+
+
+def resident_bytes() -> int:
+    """Bytes of RAM that this process holds; 0 where the system has no /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def free_memory() -> int:
+    """Bytes of RAM that this process may still take: the machine's, or its control group's where that has less."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) << 10
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        return min(free, limit - used)
+    except (OSError, ValueError):  # no control group, or one without a limit ("max")
+        return free
+
+
+def free_device_memory() -> int | None:
+    """Bytes that JAX may take of an accelerator; None where the device is the CPU."""
+    stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats else None
+
+
+def matmul_rate(config: DecoderConfig, dtype: Any) -> float:
+    """Operations a second of a product as large as this model's are, timed for PROBE_SECONDS."""
+    x = jnp.ones((PROBE_ROWS, config.hidden_size), dtype)
+    w = jnp.ones((config.hidden_size, config.intermediate_size), dtype)
+    product = jax.jit(jnp.matmul)
+    product(x, w).block_until_ready()
+    count, began = 0, time.perf_counter()
+    while (took := time.perf_counter() - began) < PROBE_SECONDS:
+        product(x, w).block_until_ready()
+        count += 1
+    return 2.0 * x.size * w.shape[1] * count / took
+
+
+def _floats(config: DecoderConfig, dtype: Any) -> dict[str, Any]:
+    return {name: shape_of(shape, dtype) for name, shape in shapes(config).items()}
+
+
+def _packed(config: DecoderConfig, specs: dict[str, QuantSpec], dtype: Any) -> dict[str, Any]:
+    """The shapes of a model whose tensors of `specs` are quantized."""
+    pack = lambda leaf, spec: jax.eval_shape(partial(round_to_nearest, spec=spec), leaf)  # noqa: E731
+    whole = _floats(config, dtype)
+    return whole | {name: pack(whole[name], spec) for name, spec in specs.items()}
+
+
+def _cast(weights: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    return {n: v if isinstance(v, QuantizedTensor) else shape_of(v.shape, dtype) for n, v in weights.items()}
+
+
+def _stacked(config: DecoderConfig, weights: dict[str, Any]) -> Stacked:
+    return jax.eval_shape(partial(stack, config), weights)
+
+
+def _placed(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda leaf, place: shape_of(leaf.shape, leaf.dtype, sharding=place), tree, shardings)
+
+
+def _batch(rows: int, length: int) -> Batch:
+    numbers, mask = (jnp.zeros((rows, length), dtype) for dtype in (jnp.int32, jnp.float32))
+    return jax.eval_shape(lambda: Batch(numbers, numbers, numbers, mask))
+
+
+def _rounded(row: dict[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.3g}") for name, value in row.items()}
