@@ -21,8 +21,6 @@ def show(result: Mapping[str, Any]) -> None:
             console.print(_table(name, value))
         elif isinstance(value, Mapping) and value and all(isinstance(row, Mapping) for row in value.values()):
             console.print(_table(name, [{"": key, **row} for key, row in _upright(value).items()]))
-        elif isinstance(value, Mapping):
-            console.print(f"{name}: {_cell(value)}")
         else:
             console.print(f"{name}: {_cell(value)}")
 
@@ -65,8 +63,6 @@ def _cell(value: Any) -> str:
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _finite(item) for name, item in value.items()}
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_cell(item)}" for name, item in value.items() if item not in (None, {}))
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     if isinstance(value, float) or (hasattr(value, "item") and getattr(value, "ndim", 1) == 0):

@@ -63,7 +63,9 @@ from export.quantized import QuantizedTensor, QuantSpec
 
 GB = 1e9
 BYTES_PER_TOKEN = 4  # of a data file; English text has four to five
-LEFT_BEHIND = 0.15e9  # bytes of RAM that a stage leaves to those after it, as compiled programs; so the quickstart's do
+LEFT_BEHIND = (
+    150_000_000  # bytes of RAM that a stage leaves to those after it, as compiled programs; so the quickstart's do
+)
 PROBE_SECONDS = 0.3
 PROBE_ROWS = 2048
 MISFIT = 1  # exit code
@@ -83,11 +85,11 @@ class Need:
       loading: bytes of RAM while nothing is on the device yet.
     """
 
-    device: float
-    host: float
-    disk: float
+    device: int
+    host: int
+    disk: int
     flops: float
-    loading: float = 0
+    loading: int = 0
 
 
 def run(recipe: Recipe, common: Common) -> dict[str, Any]:
@@ -153,7 +155,7 @@ class Plan:
         figures = {"memory_gb": self.ram(need) / GB, **device, "disk_gb": need.disk / GB}
         return _rounded(figures) | {"seconds": round(need.flops / self.rate / jax.device_count(), 1)}
 
-    def ram(self, need: Need) -> float:
+    def ram(self, need: Need) -> int:
         """Bytes of RAM at the peak: where the device is the CPU, what it holds is RAM too.
 
         What Python, JAX and the compiler hold is what they hold here, after the same programs were compiled.
@@ -259,7 +261,7 @@ class Plan:
         spec = next(iter(specs.values()))
         layer = {name: shape_of(shape, jnp.float32) for name, shape in block_shapes(config).items()}
         widest = max((leaf for leaf in layer.values() if leaf.ndim == 2), key=lambda leaf: leaf.size)
-        device, flops = float(held(round_to_nearest, widest, spec, CLIP_STEPS)), 0.0
+        device, flops = held(round_to_nearest, widest, spec, CLIP_STEPS), 0.0
         if settings.calibration:
             tokens, layers = settings.calibration_tokens, config.num_hidden_layers
             rows = max(1, min(4, tokens // len(settings.calibration) // length))
@@ -290,7 +292,7 @@ class Plan:
         model = self.landed(config, jnp.float32)
         written = {
             "compressed-tensors": size(self.landed(config, jnp.bfloat16)),
-            "gguf": sum(math.prod(v.shape) * gguf_bits(v, settings.gguf_type) / 8 for v in model.values()),
+            "gguf": sum(int(math.prod(v.shape) * gguf_bits(v, settings.gguf_type) / 8) for v in model.values()),
             "safetensors": size(_floats(config, jnp.bfloat16)),
             "orbax": size(model),
         }
@@ -330,9 +332,7 @@ class Plan:
             return _packed(config, specs_of(self.settings["quantize"], config), dtype)
         return _floats(config, dtype)
 
-    def training(
-        self, loss: LossFn, trainable: Stacked, frozen: Stacked, batch: Any, settings: Distill | Align
-    ) -> float:
+    def training(self, loss: LossFn, trainable: Stacked, frozen: Stacked, batch: Any, settings: Distill | Align) -> int:
         """Bytes of a step, or of a validation beside AdamW's state, whichever is more."""
         fit = FitSettings(
             steps=1,
@@ -395,8 +395,8 @@ def forward_flops(config: DecoderConfig, length: int) -> float:
 def gguf_bits(value: Any, gguf_type: str) -> float:
     """Bits of a weight in GGUF, where each block of 32 has a float16 scale, and a minimum if asymmetric."""
     if gguf_type in ("F16", "Q8_0"):
-        return {"F16": 16, "Q8_0": 8.5}[gguf_type]
-    return value.spec.bits + (0.5 if value.spec.symmetric else 1) if isinstance(value, QuantizedTensor) else 16
+        return {"F16": 16.0, "Q8_0": 8.5}[gguf_type]
+    return value.spec.bits + (0.5 if value.spec.symmetric else 1.0) if isinstance(value, QuantizedTensor) else 16.0
 
 
 def student_and_teacher(settings: Distill) -> tuple[DecoderConfig, DecoderConfig]:
@@ -418,12 +418,12 @@ def specs_of(settings: Quantize, config: DecoderConfig) -> dict[str, QuantSpec]:
     return spec_of_layers(config, spec, settings.fallback_group_size, settings.embedding_bits)
 
 
-def tokens_in(paths: Iterable[Path]) -> float:
+def tokens_in(paths: Iterable[Path]) -> int:
     """About how many tokens files hold."""
-    return sum(path.stat().st_size for path in paths) / BYTES_PER_TOKEN
+    return sum(path.stat().st_size for path in paths) // BYTES_PER_TOKEN
 
 
-def buffer_bytes(paths: Iterable[Path]) -> float:
+def buffer_bytes(paths: Iterable[Path]) -> int:
     """Bytes of a training stage's buffer of examples: an int32 and a bool a token."""
     return 5 * min(BUFFER, tokens_in(paths))
 
