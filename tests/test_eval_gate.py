@@ -2,14 +2,17 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.errors import EvidenceError
 from eval.gate import FAIL, INCONCLUSIVE, PASS, SKIPPED, WARN, Policy, Rule, judge
-from eval.metrics import METRICS
-from eval.report import Check, Measurement, Report
+from eval.metrics import METRICS, Evidence, measure
+from eval.report import Check, Measurement, Report, from_json, to_json
+from eval.retention import accumulate
+from eval.scores import Chunk
 
 INTERVALS = sorted(name for name, metric in METRICS.items() if metric.interval and metric.versus)
 POINTS = sorted(name for name, metric in METRICS.items() if not metric.interval and metric.versus)
@@ -223,3 +226,23 @@ def test_a_policy_that_cannot_be_meant_is_refused_in_one_line(text, message):
     with pytest.raises(EvidenceError, match=message) as caught:
         Policy.from_toml(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("landed", "expected"), [(0.95, PASS), (0.9, INCONCLUSIVE), (0.5, FAIL)])
+def test_the_share_of_the_adapters_that_survived_is_gated_by_its_interval(landed, expected):
+    """`landed` is the share that each document keeps, give or take a little, so that there is an interval."""
+    rng = np.random.default_rng(0)
+    base, adapted = rng.normal(size=(2, 12, 32, 9)).astype(np.float32)
+    shares = (landed + 0.04 * np.linspace(-1, 1, 12, dtype=np.float32))[:, None, None]
+    kept = base + shares * (adapted - base)
+    chunks = (
+        Chunk({"base": b, "adapted": a, "landed": x}, np.zeros(32, np.int32), np.ones(32), np.full(32, i))
+        for i, (b, a, x) in enumerate(zip(base, adapted, kept, strict=True))
+    )
+    report = Report("x", metrics=measure(Evidence(retention=accumulate(chunks))))
+    rule = '[[rule]]\nmetric = "adapter_retained"\nbound = "min"\nlimit = 0.9\nmin_documents = 4\n'
+    verdict = judge(from_json(to_json(report)), Policy.from_toml(rule))
+    assert (verdict.status, len(verdict.outcomes)) == (expected, 1)
+    (m,) = report.find("adapter_retained", "candidate", None)
+    assert m.low < landed < m.high
+    assert (m.tokens, m.documents) == (12 * 32, 12)
