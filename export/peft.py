@@ -7,7 +7,7 @@ An adapter "<linear>.lora_A" [rank, in] or "<linear>.lora_B" [out, rank] is on d
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,13 @@ from export.untrusted import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, SUFFIX = "base_model.model.", ".weight"
+SCALINGS: dict[str, Callable[[float, int], float]] = {
+    "lora": lambda alpha, rank: alpha / rank,
+    "rslora": lambda alpha, rank: alpha / rank**0.5,
+}
+"""What B @ A is multiplied by, of alpha and rank: LoRA (arXiv:2106.09685, section 4.1), rsLoRA (arXiv:2312.03732)."""
 # Variants of LoRA that compute something else, with the value that means "not used".
 VARIANTS: dict[str, Any] = {
-    "use_rslora": False,
     "use_dora": False,
     "bias": "none",
     "modules_to_save": None,
@@ -41,9 +45,10 @@ class Adapters:
     Attributes:
       weights: "<linear>.lora_A" [rank, in] and "<linear>.lora_B" [out, rank].
       rank: of all of them.
-      alpha: scale = alpha / rank.
+      alpha: what the scale is made of, with the rank.
       dropout: the share of inputs dropped in training.
       base: the model that they belong to; a name or a path, for people.
+      scaling: a key of `SCALINGS`.
     """
 
     weights: Mapping[str, np.ndarray | jax.Array]
@@ -51,11 +56,12 @@ class Adapters:
     alpha: float
     dropout: float = 0.0
     base: str = ""
+    scaling: str = "lora"
 
     @property
     def scale(self) -> float:
         """What B @ A is multiplied by."""
-        return self.alpha / self.rank
+        return SCALINGS[self.scaling](self.alpha, self.rank)
 
 
 def write(adapters: Adapters, path: str | os.PathLike, *, dtype: str = "float32") -> None:
@@ -79,6 +85,7 @@ def write(adapters: Adapters, path: str | os.PathLike, *, dtype: str = "float32"
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
         "lora_dropout": adapters.dropout,
+        "use_rslora": adapters.scaling == "rslora",
         "target_modules": sorted({name.rpartition(".")[0] for name in adapters.weights}),
         "inference_mode": True,
         **VARIANTS,
@@ -103,6 +110,9 @@ def read(path: str | os.PathLike) -> Adapters:
     rank, alpha, dropout = (config.get(key, 0) for key in ("r", "lora_alpha", "lora_dropout"))
     if type(rank) is not int or rank < 1 or not _is_number(alpha) or not _is_number(dropout):
         raise ArtifactError(f"{where}: r must be a positive integer, lora_alpha and lora_dropout finite numbers")
+    rslora = config.get("use_rslora") or False
+    if type(rslora) is not bool:
+        raise ArtifactError(f"{where}: use_rslora = {str(rslora)[:80]} must be true or false")
     if not os.path.lexists(folder / WEIGHTS):
         pickles = [entry.name for entry in folder.iterdir() if entry.name.endswith(PICKLES)]
         what = f"{pickles[0]} is a pickle, which is never opened; convert it to" if pickles else "no"
@@ -112,7 +122,8 @@ def read(path: str | os.PathLike) -> Adapters:
     if strange:
         raise ArtifactError(f"{folder / WEIGHTS}: {', '.join(strange[:8])}: not {PREFIX}<linear>.lora_A{SUFFIX}")
     weights = {name.removeprefix(PREFIX).removesuffix(SUFFIX): stored[name] for name in stored}
-    adapters = Adapters(weights, rank, float(alpha), float(dropout), str(config.get("base_model_name_or_path") or ""))
+    base = str(config.get("base_model_name_or_path") or "")
+    adapters = Adapters(weights, rank, float(alpha), float(dropout), base, "rslora" if rslora else "lora")
     _check(adapters, str(folder / WEIGHTS))
     return adapters
 

@@ -1,5 +1,6 @@
 """What lies beside the weights: adapters, the manifest, the model card."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -47,6 +48,15 @@ def test_adapters_have_pefts_names(tmp_path):
     assert config["target_modules"] == sorted(LINEARS)
 
 
+@pytest.mark.parametrize("scaling", peft.SCALINGS)
+def test_a_scaling_is_written_as_peft_names_it_and_read_again(scaling, tmp_path):
+    peft.write(dataclasses.replace(adapters(), alpha=3.0, scaling=scaling), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["use_rslora"] is (scaling == "rslora")
+    again = peft.read(tmp_path)
+    assert (again.scaling, again.scale) == (scaling, {"lora": 3 / 4, "rslora": 3 / 2}[scaling])
+
+
 def test_every_missing_or_misshaped_half_is_named(tmp_path):
     weights = dict(adapters().weights)
     first, second = LINEARS
@@ -65,7 +75,7 @@ def test_every_missing_or_misshaped_half_is_named(tmp_path):
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"use_dora": True}, "use_dora"),
-        ({"use_rslora": True}, "use_rslora"),
+        ({"use_rslora": "yes"}, "use_rslora = yes must be true or false"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias = all"),

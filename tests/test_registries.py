@@ -20,6 +20,7 @@ from eval.metrics import METRICS
 from export import FORMATS
 from export.card import LOADING
 from export.gguf_names import MODEL_TYPES
+from export.peft import SCALINGS
 
 
 def choices(schema: type, name: str) -> set[str]:
@@ -35,6 +36,7 @@ def choices(schema: type, name: str) -> set[str]:
         (Distill, "temperature_schedule", {*SCHEDULES}),
         *[(Distill, f"{name}_loss", {*strategy.losses}) for name, strategy in STRATEGIES.items()],
         (Align, "method", {*PREFERENCE_LOSSES, "sft"}),
+        (Align, "scaling", {*SCALINGS}),
         (Quantize, "method", {*QUANTIZERS}),
         (Export, "format", {*FORMATS}),
     ],

@@ -40,7 +40,10 @@ class Align:
         default="dpo", metadata={"help": "Loss: of preference pairs, or of completions (sft)."}
     )
     rank: int = field(default=16, metadata={"help": "Rank of the adapters.", "min": 1})
-    alpha: float = field(default=32.0, metadata={"help": "Adapters count alpha / rank.", "above": 0})
+    alpha: float = field(default=32.0, metadata={"help": "Sets the size of the adapters' part; see scaling.", "above": 0})
+    scaling: Literal["lora", "rslora"] = field(
+        default="lora", metadata={"help": "Adapters count alpha / rank, or alpha / sqrt(rank)."}
+    )
     dropout: float = field(default=0.05, metadata={"help": "Share of adapter inputs dropped.", "min": 0, "max": 0.99})
     beta: float | None = field(
         default=None,

@@ -38,7 +38,7 @@ from compress.train.fit import fit
 from compress.train.step import mean_of
 from compress.train.trace import Trace
 from export.atomic import atomic_folder
-from export.peft import Adapters
+from export.peft import SCALINGS, Adapters
 from export.quantized import QuantizedTensor, QuantSpec
 
 PAIRS = "preference.json"
@@ -61,7 +61,8 @@ def run(settings: Align, common: Common) -> dict[str, Any]:
         if scores:
             (folder / PAIRS).write_text(json.dumps({**scores, "beta": trainer.reward_scale}) + "\n")
         weights = to_host(unstack(base.config, adapters))
-        kept = Adapters({**weights}, settings.rank, settings.alpha, settings.dropout, settings.model)
+        described = (settings.rank, settings.alpha, settings.dropout, settings.model, settings.scaling)
+        kept = Adapters({**weights}, *described)
         facts = {"stage": "align", "method": settings.method, "model": settings.model, **trainer.facts()}
         skipped = keep_quarantine(folder, trainer.rows, trainer.valid)
         save(dataclasses.replace(base, adapters=kept), folder, facts)
@@ -95,7 +96,7 @@ class Trainer:
     def __init__(self, base: Model, settings: Align, common: Common):
         """Draw fresh adapters and open the data; nothing is trained yet."""
         self.settings, self.common, self.config = settings, common, base.config
-        self.scale = settings.alpha / settings.rank
+        self.scale = SCALINGS[settings.scaling](settings.alpha, settings.rank)
         adapters = init_adapters(base.config, jax.random.key(common.seed), settings.rank)
         stacked = stack(base.config, cast(base.weights, common.dtype) | adapters)
         self.adapters, self.base = partition(stacked, is_adapter)
