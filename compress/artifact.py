@@ -1,5 +1,6 @@
 """Exported files: written, checked against the model that they came from, and checked again later."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from export.card import model_card
 from export.checkpoint import kind
 from export.errors import ArtifactError
 from export.manifest import MANIFEST, read_manifest, verify_files, write_manifest
+from export.peft import write as write_adapters
 from export.quantized import QuantizedTensor
 
 CARD = "README.md"
@@ -29,6 +31,7 @@ PROBE_LOGITS = 64
 # GGUF an asymmetric group's minimum too; Q8_0 rounds every matrix to 8 bits. A wrong model differs by more than 1.
 EXACT, ROUNDED, COARSE = 1e-3, 0.1, 0.5
 FOUR_BITS = ("Q4_0", "Q4_1")
+PEFT_BASES = ("compressed-tensors", "safetensors")
 
 
 def export(settings: Export, common: Common) -> dict[str, Any]:
@@ -51,14 +54,21 @@ def export(settings: Export, common: Common) -> dict[str, Any]:
 def write_artifact(model: Model, name: str, folder: Path, settings: Export, source: str) -> dict[str, Any]:
     """Write one format with model card and manifest, reload it, and compare logits; returns what was found.
 
-    Adapters are merged; a quantized model that has some is refused, since merged weights are floats again.
+    Adapters are merged, which only safetensors takes, since merged weights are floats again; or kept beside the base.
 
     Raises:
+      RecipeError: adapters are to be kept in a format that PEFT does not read.
       ArtifactError: the reloaded files do not compute what the model does.
     """
-    if model.adapters is not None and name != "safetensors":
-        raise ArtifactError(f"{source} has adapters; quantize it first, or export --format safetensors to merge them")
-    model = model.merged()
+    kept = model.adapters if settings.adapters == "keep" else None
+    if kept is not None and name not in PEFT_BASES:
+        raise RecipeError(f"adapters = keep: PEFT reads no {name}; export --format {' or '.join(PEFT_BASES)}")
+    if kept is None and model.adapters is not None and name != "safetensors":
+        raise ArtifactError(
+            f"{source} has adapters; quantize it first, or export --format safetensors to merge them, "
+            "or --adapters keep to write them beside their base"
+        )
+    model = model if kept else model.merged()
     options: dict[str, Any] = {}
     if name == "gguf" and settings.gguf_type in FOUR_BITS:
         require_four_bits(model, settings.gguf_type, source)
@@ -66,6 +76,8 @@ def write_artifact(model: Model, name: str, folder: Path, settings: Export, sour
         model, options = model.dequantized(), {"float_type": settings.gguf_type}
     folder.mkdir(parents=True, exist_ok=True)
     FORMATS[name].write(model.checkpoint, folder, **options)
+    if kept is not None:
+        write_adapters(dataclasses.replace(kept, base="."), folder)
     expected = probe(model)
     difference = compare(load(folder), expected)
     bound = tolerance(name, model, expected, coarse=options.get("float_type") == "Q8_0")
@@ -78,7 +90,7 @@ def write_artifact(model: Model, name: str, folder: Path, settings: Export, sour
         "bytes": size,
         "probe": expected,
         "logit_difference": difference,
-    }
+    } | ({"adapters": f"rank {kept.rank}, beside the base as PEFT has them"} if kept else {})
     write_card(folder, facts)
     return {"bytes": size, "logit_difference": difference}
 
@@ -89,7 +101,7 @@ def write_card(folder: Path, facts: dict[str, Any], said: dict[str, Any] | None 
         "Format": facts["format"],
         "Bytes": facts["bytes"],
         "Largest logit difference to its source": facts["logit_difference"],
-    }
+    } | ({"Adapters": facts["adapters"]} if "adapters" in facts else {})
     card = model_card(facts["source"], {**lines, **(said or {})}, metrics or {}, format=facts["format"])
     (folder / CARD).write_text(card, encoding="utf-8")
     write_manifest(folder, facts)

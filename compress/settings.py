@@ -89,6 +89,10 @@ class Export:
     gguf_type: Literal["auto", "F16", "Q8_0", "Q4_0", "Q4_1"] = field(
         default="auto", metadata={"help": "GGUF tensor type; auto keeps 4-bit weights as Q4_0 or Q4_1, others as F16."}
     )
+    adapters: Literal["merge", "keep"] = field(
+        default="merge",
+        metadata={"help": "Adapters of the model: in its weights (safetensors), or beside its base as PEFT has them."},
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from export.checkpoint import PICKLES, to_numpy
 from export.errors import ArtifactError
-from export.safetensors import read_file, write_file
+from export.safetensors import SINGLE, read_file, read_header, write_file, write_index
 from export.untrusted import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -65,7 +65,7 @@ class Adapters:
 
 
 def write(adapters: Adapters, path: str | os.PathLike, *, dtype: str = "float32") -> None:
-    """Write adapters into a folder, which may be that of their base.
+    """Write adapters into a folder, which may be that of their base, if that is written first.
 
     Raises:
       ArtifactError: halves missing or misshaped; all are named.
@@ -91,6 +91,10 @@ def write(adapters: Adapters, path: str | os.PathLike, *, dtype: str = "float32"
         **VARIANTS,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    # vLLM takes every .safetensors of a folder for the model's, but for those that an index does not name.
+    if (folder / SINGLE).exists():
+        entries = read_header(folder / SINGLE)
+        write_index(folder, dict.fromkeys(entries, SINGLE), sum(e.end - e.begin for e in entries.values()))
 
 
 def read(path: str | os.PathLike) -> Adapters:

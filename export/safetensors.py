@@ -259,7 +259,12 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]], shard
     files = [f"model-{k + 1:05}-of-{count + 1:05}.safetensors" for k in range(count + 1)]
     for k, file in enumerate(files):
         (folder / f"{k}.part").rename(folder / file)
-    index = {"metadata": {"total_size": total}, "weight_map": {name: files[k] for name, k in places.items()}}
+    write_index(folder, {name: files[k] for name, k in places.items()}, total)
+
+
+def write_index(folder: Path, places: Mapping[str, str], total: int) -> None:
+    """Write the index: the file of each tensor by name, and the bytes of all of them."""
+    index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -404,6 +404,7 @@ def test_adapters_are_not_exported_to_gguf(shared, tmp_path, fails):
     halves = [(f"{name}.lora_A.weight", np.ones((2, 64))), (f"{name}.lora_B.weight", np.ones((64, 2)))]
     raw_safetensors(folder / "adapter_model.safetensors", halves)
     fails("export --model adapted --format gguf --out out", 4, "has adapters; quantize it first")
+    fails("export --model adapted --adapters keep --format gguf --out out", 2, "PEFT reads no gguf")
     for alpha in ("NaN", "Infinity", "9" * 400, '"4"'):
         (folder / "adapter_config.json").write_text(f'{{"peft_type": "LORA", "r": 2, "lora_alpha": {alpha}}}')
         fails("generate --model adapted --prompt x", 4, "lora_alpha and lora_dropout finite numbers")

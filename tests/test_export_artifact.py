@@ -57,6 +57,14 @@ def test_a_scaling_is_written_as_peft_names_it_and_read_again(scaling, tmp_path)
     assert (again.scaling, again.scale) == (scaling, {"lora": 3 / 4, "rslora": 3 / 2}[scaling])
 
 
+def test_an_index_keeps_the_adapters_out_of_their_base(tmp_path):
+    """Engines that read every .safetensors of a folder leave out what its index does not name."""
+    write_file({"w": np.zeros((2, 3), np.float32)}, tmp_path / "model.safetensors")
+    peft.write(adapters(), tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index == {"metadata": {"total_size": 24}, "weight_map": {"w": "model.safetensors"}}
+
+
 def test_every_missing_or_misshaped_half_is_named(tmp_path):
     weights = dict(adapters().weights)
     first, second = LINEARS

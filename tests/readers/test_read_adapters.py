@@ -6,12 +6,14 @@ import jax
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
+from compress.artifact import run_probe, verify_folder, write_artifact
 from compress.models import read_config
-from compress.models.folder import Model, save
+from compress.models.folder import Model, load, save
 from compress.models.lora import init_adapters
+from compress.settings import Export
 from export.peft import Adapters
 from tests.readers.examples import FAMILIES, checkpoint, expected, ours
 
@@ -47,6 +49,19 @@ def test_peft_computes_our_logits(case, kind, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     assert np.abs(run(base, tokens) - without).max() < 1e-4 * without.std()
     assert np.abs(run(PeftModel.from_pretrained(base, tmp_path / "both"), tokens) - want).max() < 1e-4 * want.std()
+
+
+@pytest.mark.parametrize(("kind", "format"), [("float", "safetensors"), ("int4 layers", "compressed-tensors")])
+def test_transformers_loads_what_is_exported_with_its_adapters(kind, format, tmp_path):
+    model = adapted("llama", kind)
+    model = dataclasses.replace(model, adapters=dataclasses.replace(model.adapters, scaling="rslora"))
+    write_artifact(model, format, tmp_path / "out", Export(adapters="keep"), "model")
+    tokens, _ = expected("llama", kind)
+    want = run_probe(load(tmp_path / "out"), tokens, np.arange(model.config.vocab_size))
+    got = run(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32), tokens)
+    assert np.abs(got - want).max() < 1e-4 * want.std()
+    assert PeftConfig.from_pretrained(tmp_path / "out").use_rslora
+    assert verify_folder(tmp_path / "out", None)["files"] == "unchanged"
 
 
 def test_transformers_finds_the_adapters_beside_their_base(tmp_path):
