@@ -391,6 +391,24 @@ def test_a_staged_mix_begins_with_sft_and_says_what_pairs_weigh(folders, data, t
     assert json.loads((tmp_path / "out" / "preference.json").read_text())["beta"] == 1.0
 
 
+def test_adapters_that_land_are_scored_as_rounding_to_nearest_leaves_them(folders, data, tmp_path):
+    _, trace = align(folders / "quantized", data, tmp_path / "out", "dpo", landing="fake_quantize", dropout=0.0)
+    assert trace["validations"][-1]["loss"] < 0.8 * trace["validations"][0]["loss"]
+    scores = json.loads((tmp_path / "out" / "preference.json").read_text())
+    base, merged = load(tmp_path / "out"), load(tmp_path / "out").merged()
+    spec = base.weights[next(iter(decoder.linears(base.config)))].spec
+    landed = {name: QUANTIZERS["rtn"].quantize(merged.weights[name], spec) for name in decoder.linears(base.config)}
+    rows = Rows(data / "valid.jsonl", kinds=("preference",))
+    (pairs,) = PairBatches(rows, base.tokenizer, size=8, length=PLAN["sequence_length"], epochs=1, shuffle=False)
+    found = tiny.dense_log_probability(base.config, decoder.stack(base.config, merged.weights | landed), pairs.chosen)
+    np.testing.assert_allclose(scores["chosen"], found, rtol=2e-3, atol=2e-3)
+
+
+def test_dropping_inputs_that_are_not_the_adapters_alone_is_refused():
+    with pytest.raises(RecipeError, match=r"dropout = 0.05.* set dropout = 0"):
+        Align(data=(), landing="fake_quantize")
+
+
 def test_completions_have_no_preference_scores(aligned):
     assert not (aligned["float", "sft"][0] / "preference.json").exists()
 

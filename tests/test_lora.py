@@ -7,7 +7,8 @@ import pytest
 
 from compress.models import decoder
 from compress.models.linear import Dropout
-from compress.models.lora import init_adapters, is_adapter, merge_adapters, with_adapters
+from compress.models.lora import init_adapters, is_adapter, merge_adapters, with_adapters, with_landing
+from compress.quantize.rtn import fake_quantize, rtn
 from export.errors import ArtifactError
 from tests import tiny_training as tiny
 
@@ -142,6 +143,41 @@ def test_no_rate_or_no_keys_drops_nothing():
     for options in ({"rate": 0.5}, {"rate": 0.0, "keys": keys}):
         found = adapted(tiny.student_weights(), random_adapters(), **options)
         assert [layer.keys() for layer in found.layers] == [layer.keys() for layer in plain.layers]
+
+
+@pytest.fixture(scope="module")
+def landing():
+    """A 4-bit base that lands, its adapters, and the dense weights that they are rounded to."""
+    base, adapters = tiny.base_and_adapters(2)
+    merged = merge_adapters(tiny.packed_weights(), decoder.unstack(tiny.STUDENT, adapters), SCALE)
+    rounded = {name: rtn(merged[name], tiny.SPEC).dequantize() for name in decoder.linears(tiny.STUDENT)}
+    return with_landing(base, fake_quantize), adapters, decoder.stack(tiny.STUDENT, merged | rounded)
+
+
+def test_adapters_that_land_run_as_their_merged_weights_rounded(landing):
+    base, adapters, rounded = landing
+    keys = jax.random.split(jax.random.key(1), 8)
+    for options in ({}, {"rate": 0.5, "keys": keys}):
+        found = tiny.logits_of(tiny.STUDENT, with_adapters(base, adapters, SCALE, **options), tiny.batch(0))
+        np.testing.assert_allclose(found, tiny.logits_of(tiny.STUDENT, rounded, tiny.batch(0)), rtol=1e-3, atol=2e-4)
+    beside = adapted(tiny.packed_weights(), decoder.unstack(tiny.STUDENT, adapters))
+    assert np.abs(found - tiny.logits_of(tiny.STUDENT, beside, tiny.batch(0))).max() > 0.1
+    plain = tiny.logits_of(tiny.STUDENT, decoder.stack(tiny.STUDENT, tiny.packed_weights()), tiny.batch(0))
+    np.testing.assert_array_equal(tiny.logits_of(tiny.STUDENT, base, tiny.batch(0)), plain)
+
+
+def test_adapters_that_land_learn_from_the_gradient_of_the_rounded_weights(landing):
+    base, adapters, rounded = landing
+    loss = lambda stacked: jnp.square(tiny.logits_of(tiny.STUDENT, stacked, tiny.batch(0))).mean()  # noqa: E731
+    found = jax.grad(lambda adapters: loss(with_adapters(base, adapters, SCALE)))(adapters).layers[0]
+    wanted = jax.grad(loss)(rounded).layers[0]
+    for name, g in wanted.items():
+        linear = name.removesuffix(".weight")
+        if f"{linear}.lora_A" in found:
+            a, b = (adapters.layers[0][f"{linear}.lora_{half}"] for half in "AB")
+            of_a, of_b = SCALE * jnp.swapaxes(b, 1, 2) @ g, SCALE * g @ jnp.swapaxes(a, 1, 2)
+            np.testing.assert_allclose(found[f"{linear}.lora_A"], of_a, rtol=2e-2, atol=1e-5)
+            np.testing.assert_allclose(found[f"{linear}.lora_B"], of_b, rtol=2e-2, atol=1e-5)
 
 
 def test_layers_of_unlike_bases_take_their_own_adapters():

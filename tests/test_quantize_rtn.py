@@ -1,5 +1,6 @@
 """Grids and round-to-nearest, and what every quantizer in the registry must do."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from compress.quantize.grid import choose_grid
 from compress.quantize.quantizers import QUANTIZERS
-from compress.quantize.rtn import rtn
+from compress.quantize.rtn import fake_quantize, rtn
 from export.errors import ArtifactError
 from export.quantized import QuantSpec
 
@@ -160,6 +161,16 @@ def test_stacked_layers_are_quantized_one_by_one(spec):
     stacked = rtn(w, spec)
     for i, layer in enumerate(w):
         np.testing.assert_array_equal(np.asarray(stacked.dequantize())[i], np.asarray(rtn(layer, spec).dequantize()))
+
+
+@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**32 - 2))
+def test_fake_quantization_has_the_value_of_rtn_and_the_gradient_of_its_input(spec, seed):
+    w, upstream = weights(seed), weights(seed + 1)
+    value, pull = jax.vjp(lambda w: fake_quantize(w, spec), jnp.asarray(w))
+    np.testing.assert_array_equal(value, rtn(w, spec).dequantize())
+    np.testing.assert_array_equal(pull(jnp.asarray(upstream))[0], upstream)
 
 
 def test_tiny_and_huge_weights_keep_finite_scales():

@@ -40,9 +40,12 @@ class Align:
         default="dpo", metadata={"help": "Loss: of preference pairs, or of completions (sft)."}
     )
     rank: int = field(default=16, metadata={"help": "Rank of the adapters.", "min": 1})
-    alpha: float = field(default=32.0, metadata={"help": "Sets the size of the adapters' part; see scaling.", "above": 0})
+    alpha: float = field(default=32.0, metadata={"help": "How much adapters count; see scaling.", "above": 0})
     scaling: Literal["lora", "rslora"] = field(
         default="lora", metadata={"help": "Adapters count alpha / rank, or alpha / sqrt(rank)."}
+    )
+    landing: Literal["none", "fake_quantize"] = field(
+        default="none", metadata={"help": "Train on the merged weights as they are, or as rtn will round them."}
     )
     dropout: float = field(default=0.05, metadata={"help": "Share of adapter inputs dropped.", "min": 0, "max": 0.99})
     beta: float | None = field(
@@ -123,6 +126,11 @@ class Align:
             raise RecipeError("sft_weight and mix weigh a preference loss against SFT, and method 'sft' has none")
         if self.method == "kto" and self.per_device_batch is not None:
             raise RecipeError("per_device_batch cuts the batch, of which kto's reference point is a mean; leave it out")
+        if self.landing != "none" and self.dropout:
+            raise RecipeError(
+                f"dropout = {self.dropout}: rounded with the base, adapters have no input of their own to drop; "
+                f'set dropout = 0 with landing = "{self.landing}"'
+            )
 
     @property
     def own(self) -> dict[str, Any]:

@@ -27,9 +27,10 @@ from compress.data.rows import Rows, keep_quarantine
 from compress.data.split import training_and_held_out
 from compress.models.decoder import Stacked, linears, partition, stack, unstack
 from compress.models.folder import Model, cast, load, save, to_host
-from compress.models.lora import init_adapters, is_adapter, with_adapters
+from compress.models.lora import init_adapters, is_adapter, with_adapters, with_landing
 from compress.quantize.preflight import require_fit
 from compress.quantize.quantizers import QUANTIZERS
+from compress.quantize.rtn import fake_quantize
 from compress.record import TRACE
 from compress.settings import Common
 from compress.train.checkpoints import Checkpoints
@@ -100,6 +101,8 @@ class Trainer:
         adapters = init_adapters(base.config, jax.random.key(common.seed), settings.rank)
         stacked = stack(base.config, cast(base.weights, common.dtype) | adapters)
         self.adapters, self.base = partition(stacked, is_adapter)
+        if settings.landing == "fake_quantize":
+            self.base = with_landing(self.base, fake_quantize)
         self.is_preference = settings.method != "sft"
         self.mix = Staged() if settings.mix == "staged" else None
         kinds = ("preference",) if self.is_preference else ("completion", "messages", "text", "tokens")

@@ -4,6 +4,7 @@ Letters: L stacked layers (or none), B batch, T time, I inputs, O outputs, R ada
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from export.quantized import QuantizedTensor
+from export.quantized import QuantizedTensor, QuantSpec
 
 
 def slot(*shape: int) -> nnx.Param:
@@ -57,24 +58,41 @@ class Dropout:
         return jnp.where(keep, x / (1 - self.rate), 0)
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["quantize"])
+@dataclasses.dataclass(frozen=True)
+class Landing:
+    """What adapters train towards: `quantize(W + B A, spec of W)` is what they will have become part of.
+
+    It stands beside a base's weight, so that whoever places adapters there need not know of it.
+    """
+
+    quantize: Callable[[Float[Array, "O I"], QuantSpec], Float[Array, "O I"]]
+
+
 class Linear(nnx.Module):
     """`y = x W^T + b`, plus `B A dropout(x)` where adapters are bound (LoRA, arXiv:2106.09685, eq. 3).
 
-    The scale alpha / rank is already in B. The input is kept as an `nnx.Intermediate`, which costs nothing unless
+    With a `Landing` it is `y = x quantize(W + B A)^T + b`, and nothing is dropped, as no input is the adapters' alone.
+    The adapters' scale is already in B. The input is kept as an `nnx.Intermediate`, which costs nothing unless
     the caller of the block asks for it (calibration does).
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False):
         self.weight = slot(outputs, inputs)
         self.bias = slot(outputs) if bias else None
-        self.lora_A, self.lora_B, self.lora_dropout = nnx.data(None), nnx.data(None), nnx.data(None)
+        self.lora_A, self.lora_B = nnx.data(None), nnx.data(None)
+        self.lora_dropout, self.lora_landing = nnx.data(None), nnx.data(None)
 
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         self.input = nnx.Intermediate(x)
-        y = x @ dense(self.weight.get_value(), x.dtype).T
+        weight, landing = self.weight.get_value(), self.lora_landing
+        if self.lora_A is not None and landing is not None:
+            merged = dense(weight, jnp.float32) + self.lora_B.get_value() @ self.lora_A.get_value()
+            weight = landing.get_value().quantize(merged, weight.spec)
+        y = x @ dense(weight, x.dtype).T
         if self.bias is not None:
             y = y + self.bias.get_value().astype(x.dtype)
-        if self.lora_A is not None:
+        if self.lora_A is not None and landing is None:
             dropped = x if self.lora_dropout is None else self.lora_dropout.get_value()(x)
             low = dropped @ self.lora_A.get_value().astype(x.dtype).T
             y = y + low @ self.lora_B.get_value().astype(x.dtype).T

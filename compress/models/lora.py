@@ -7,7 +7,7 @@ Letters: L layers, B batch, R rank, I inputs, O outputs.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Key
 
 from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, combine, linears
-from compress.models.linear import Dropout, dense
+from compress.models.linear import Dropout, Landing, dense
 from export.errors import ArtifactError
-from export.quantized import Weights
+from export.quantized import QuantizedTensor, QuantSpec, Weights
 
 
 def is_adapter(name: str) -> bool:
@@ -76,6 +76,13 @@ def with_adapters(
             first += depth
         layers.append(placed)
     return combine(base, Stacked({}, layers))
+
+
+def with_landing(base: Stacked, quantize: Callable[[Float[Array, "O I"], QuantSpec], Float[Array, "O I"]]) -> Stacked:
+    """The base whose quantized linears, once they have adapters, run with `quantize(W + scale * B A, spec of W)`."""
+    names = [[name for name, leaf in part.items() if isinstance(leaf, QuantizedTensor)] for part in base.layers]
+    marks = [{f"{name.removesuffix('weight')}lora_landing": Landing(quantize) for name in part} for part in names]
+    return combine(base, Stacked({}, marks))
 
 
 def merge_adapters(weights: Weights, adapters: Mapping[str, Any], scale: float) -> Weights:

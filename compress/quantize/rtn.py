@@ -55,3 +55,9 @@ def round_to_nearest(w: Float[Array, "*L I"], spec: QuantSpec, clip_steps: int =
     rows = w.reshape(-1, 1, w.shape[-1])
     done = jax.lax.map(row, rows, batch_size=max(1, min(len(rows), CHUNK // w.shape[-1])))
     return jax.tree.map(lambda leaf: leaf.reshape(*w.shape[:-1], leaf.shape[-1]), done)
+
+
+def fake_quantize(w: Float[Array, "*L I"], spec: QuantSpec) -> Float[Array, "*L I"]:
+    """The value that `w` has after `rtn`, with the gradient of `w` itself (straight-through, arXiv:1308.3432)."""
+    landed = round_to_nearest(jax.lax.stop_gradient(w), spec).dequantize(w.dtype)
+    return landed + (w - jax.lax.stop_gradient(w))
