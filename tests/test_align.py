@@ -391,7 +391,8 @@ def test_a_staged_mix_begins_with_sft_and_says_what_pairs_weigh(folders, data, t
     assert json.loads((tmp_path / "out" / "preference.json").read_text())["beta"] == 1.0
 
 
-def test_adapters_that_land_are_scored_as_rounding_to_nearest_leaves_them(folders, data, tmp_path):
+def test_adapters_that_land_are_scored_as_rounding_to_nearest_leaves_them(folders, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda: None)
     _, trace = align(folders / "quantized", data, tmp_path / "out", "dpo", landing="fake_quantize", dropout=0.0)
     assert trace["validations"][-1]["loss"] < 0.8 * trace["validations"][0]["loss"]
     scores = json.loads((tmp_path / "out" / "preference.json").read_text())
