@@ -75,7 +75,8 @@ def measured(report: Report, name: str, model: str = CANDIDATE, baseline: str | 
 
 def judge_run(folder: Path, report: Report) -> list[Figure]:
     """The figures that the run itself recorded."""
-    records = {path.parent.name: stage(folder, path.parent.name) for path in folder.glob("*/stage.json")}
+    found = {path.parent.name: stage(folder, path.parent.name) for path in folder.glob("*/stage.json")}
+    records = {name: record for name, record in found.items() if "seconds" in record}  # a release has none
     seconds = {name: record["seconds"] for name, record in records.items()}
     print("seconds by stage:", ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
     minutes = sum(seconds.values()) / 60

@@ -256,7 +256,7 @@ class _Loop:
         event = {"step": self.step, "event": "out of memory", "per_device_batch": smaller.per_device_batch}
         self.settings = smaller
         self.step_fn, _ = make_step(self.loss_fn, smaller, self.mesh)
-        saved = self.checkpoints.steps()
+        saved, events = self.checkpoints.steps(), self.trace.events
         # The step that failed may have consumed the weights that were donated to it.
         if saved:
             cursor = self.restore(saved[-1])["cursor"]
@@ -264,6 +264,7 @@ class _Loop:
             self.start()
             cursor = self.origin
         self.batches.restore(cursor)
+        self.trace.events = events
         self.happened(event)
 
     def result(self) -> tuple[Any, Trace]:
