@@ -22,17 +22,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from compress.align.loss import preference_loss, sft_loss
+from compress.align.loss import loss_of as alignment_loss
 from compress.align.settings import Align
-from compress.data.batch import Batch, PairBatch
 from compress.data.batches import BUFFER
+from compress.data.pack import batch_of, pair_batch_of
 from compress.data.rows import Rows
 from compress.data.split import ONE_IN
-from compress.distill.loss import distillation_loss
+from compress.distill.loss import loss_of as distillation_loss
 from compress.distill.settings import Distill
-from compress.distill.student import CUT, make_student, student_architecture
+from compress.distill.strategies import make_matching
+from compress.distill.student import student_architecture
 from compress.evaluate import BATCH, CHUNK
-from compress.models import read_config
 from compress.models.config import DecoderConfig
 from compress.models.decoder import (
     Stacked,
@@ -44,7 +44,7 @@ from compress.models.decoder import (
     shapes,
     stack,
 )
-from compress.models.folder import Model, architecture
+from compress.models.folder import architecture
 from compress.models.lora import init_adapters, is_adapter
 from compress.pipeline import Run
 from compress.quantize.calibrate import JOIN, capture
@@ -55,10 +55,10 @@ from compress.quantize.rtn import CLIP_STEPS, round_to_nearest
 from compress.quantize.settings import Quantize
 from compress.schema import Recipe
 from compress.settings import Common, Eval, Export
+from compress.train.checkpoints import KEEP
 from compress.train.course import VALIDATION_BATCHES, mesh_of_devices
-from compress.train.fit import FitSettings, LossFn, make_step
 from compress.train.mesh import batch_sharding, weight_shardings
-from export.checkpoint import read
+from compress.train.step import FitSettings, LossFn, make_step
 from export.quantized import QuantizedTensor, QuantSpec
 
 GB = 1e9
@@ -80,7 +80,7 @@ class Need:
     Attributes:
       device: bytes on each device at the peak.
       host: bytes of RAM beside it, less Python, JAX and its compiler.
-      disk: bytes that it writes and leaves.
+      disk: bytes that it writes, checkpoints included, which go when it is done.
       flops: floating-point operations.
       loading: bytes of RAM while nothing is on the device yet.
     """
@@ -135,7 +135,8 @@ class Plan:
         self.mesh = mesh_of_devices()
         self.teacher: DecoderConfig | None = None
         if "distill" in self.stages:
-            self.first, self.teacher = student_and_teacher(self.settings["distill"])
+            self.teacher = architecture(self.settings["distill"].teacher)
+            self.first = student_architecture(self.settings["distill"].student, self.teacher)
         else:
             self.first = architecture(self.settings[self.stages[0]].model)
         # What this process holds already is part of what a stage takes.
@@ -195,18 +196,13 @@ class Plan:
         """
         assert self.teacher is not None
         length, student = settings.sequence_length, self.first
-        loss = distillation_loss(
-            student,
-            self.teacher,
-            divergence=settings.divergence,
-            temperature=settings.temperature,
-            alpha=settings.alpha,
-            chunk=settings.chunk,
-            dtype=self.dtype,
-        )
+        loss = distillation_loss(settings, student, self.teacher, self.dtype)
         trainable, frozen = (
             _stacked(c, _floats(c, d)) for c, d in ((student, jnp.float32), (self.teacher, self.dtype))
         )
+        if matching := make_matching(settings, student, self.teacher):
+            projections = jax.eval_shape(matching.projections, jax.random.key(0))
+            trainable = dataclasses.replace(trainable, rest=trainable.rest | projections)
         held = self.training(loss, trainable, frozen, _batch(settings.global_batch, length), settings)
         ours, theirs = forward_flops(student, length), forward_flops(self.teacher, length)
         steps, checks = self.course(settings)
@@ -214,7 +210,7 @@ class Plan:
         return Need(
             device=held + size(trainable),
             host=size(_floats(self.teacher, jnp.float32)) + 2 * size(trainable) + buffer_bytes(settings.data),
-            disk=size(_floats(student, jnp.bfloat16)),
+            disk=size(_floats(student, jnp.bfloat16)) + checkpoint_bytes(trainable),
             flops=tokens * (steps * (theirs + 3 * ours) + checks * (theirs + ours)),
         )
 
@@ -230,13 +226,10 @@ class Plan:
         adapters = jax.eval_shape(lambda: init_adapters(config, jax.random.key(0), settings.rank))
         trainable, frozen = partition(_stacked(config, base | adapters), is_adapter)
         scale, rows = settings.alpha / settings.rank, settings.global_batch
-        batch: Any = _batch(rows, length)
-        if settings.method == "sft":
-            loss, wide = sft_loss(config, scale, dropout=settings.dropout), 1
-        else:
-            loss = preference_loss(config, scale, method=settings.method, beta=settings.beta, dropout=settings.dropout)
-            score = shape_of((rows,), jnp.float32)
-            batch, wide = PairBatch(batch, batch, score, score), 2
+        loss = alignment_loss(settings, config, scale, dropout=settings.dropout)
+        one_row = settings.method == "sft"
+        batch: Any = _batch(rows, length) if one_row else _shapes(pair_batch_of([], rows, length))
+        wide = 1 if one_row else 2
         held = self.training(loss, trainable, frozen, batch, settings)
         steps, checks = self.course(settings)
         tokens, once = wide * rows * length, forward_flops(config, length)
@@ -245,7 +238,9 @@ class Plan:
             device=held + size(trainable),
             host=size(base) + 2 * size(trainable) + buffer_bytes(settings.data),
             loading=size(_floats(config, jnp.float32)) + size(base),
-            disk=size(_packed(config, dict.fromkeys(linears(config), spec), jnp.bfloat16)) + size(adapters),
+            disk=size(_packed(config, dict.fromkeys(linears(config), spec), jnp.bfloat16))
+            + size(adapters)
+            + checkpoint_bytes(trainable),
             flops=tokens * once * (steps * (2 + reference) + checks * 3),
         )
 
@@ -342,13 +337,13 @@ class Plan:
         )
         step, optimizer = make_step(loss, fit, self.mesh)
         trees = (trainable, jax.eval_shape(optimizer.init, trainable), frozen)
-        if self.mesh is not None:
-            trees = tuple(_placed(tree, weight_shardings(self.mesh, tree)) for tree in trees)
-            batch = _placed(batch, jax.tree.map(lambda _: batch_sharding(self.mesh), batch))
+        if mesh := self.mesh:
+            trees = tuple(_placed(tree, weight_shardings(mesh, tree)) for tree in trees)
+            batch = _placed(batch, jax.tree.map(lambda _: batch_sharding(mesh), batch))
         trainable, state, frozen = trees
         validation = jax.jit(lambda trainable, frozen, batch: loss(trainable, frozen, batch, None))
         return max(
-            held(step, trainable, state, frozen, batch, shape_of((), jnp.int32)),
+            held(step, trainable, state, frozen, batch, shape_of((), jnp.int32), shape_of((), jnp.float32)),
             held(validation, trainable, frozen, batch) + size(state),
         )
 
@@ -399,19 +394,6 @@ def gguf_bits(value: Any, gguf_type: str) -> float:
     return value.spec.bits + (0.5 if value.spec.symmetric else 1.0) if isinstance(value, QuantizedTensor) else 16.0
 
 
-def student_and_teacher(settings: Distill) -> tuple[DecoderConfig, DecoderConfig]:
-    """Both architectures; a cut is made of a teacher without weights.
-
-    Raises:
-      RecipeError: the teacher has fewer layers than the cut.
-    """
-    hf = read(settings.teacher).config
-    teacher = Model(hf, read_config(hf), {}, {})
-    if CUT.fullmatch(settings.student):
-        return make_student(settings.student, teacher, seed=0).config, teacher.config
-    return student_architecture(settings.student, teacher.config), teacher.config
-
-
 def specs_of(settings: Quantize, config: DecoderConfig) -> dict[str, QuantSpec]:
     """How each linear will be quantized, and the embedding if it is."""
     spec = QuantSpec(bits=settings.bits, group_size=settings.group_size, symmetric=settings.symmetric)
@@ -421,6 +403,11 @@ def specs_of(settings: Quantize, config: DecoderConfig) -> dict[str, QuantSpec]:
 def tokens_in(paths: Iterable[Path]) -> int:
     """About how many tokens files hold."""
     return sum(path.stat().st_size for path in paths) // BYTES_PER_TOKEN
+
+
+def checkpoint_bytes(trainable: Any) -> int:
+    """Bytes of a training stage's checkpoints: in each its weights, the best ones, and AdamW's two moments."""
+    return KEEP * 4 * size(trainable)
 
 
 def buffer_bytes(paths: Iterable[Path]) -> int:
@@ -493,9 +480,12 @@ def _placed(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda leaf, place: shape_of(leaf.shape, leaf.dtype, sharding=place), tree, shardings)
 
 
-def _batch(rows: int, length: int) -> Batch:
-    numbers, mask = (jnp.zeros((rows, length), dtype) for dtype in (jnp.int32, jnp.float32))
-    return jax.eval_shape(lambda: Batch(numbers, numbers, numbers, mask))
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: shape_of(leaf.shape, leaf.dtype), tree)
+
+
+def _batch(rows: int, length: int) -> Any:
+    return _shapes(batch_of([], rows, length))
 
 
 def _rounded(row: dict[str, float]) -> dict[str, float]:

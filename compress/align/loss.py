@@ -4,12 +4,14 @@ Letters: B rows or pairs, T time.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from compress.align.preference import PREFERENCE_LOSSES, Pairs
+from compress.align.settings import Align
 from compress.data.batch import Batch, PairBatch
 from compress.distill.divergences import forward_kl
 from compress.models.config import DecoderConfig
@@ -39,6 +41,15 @@ def token_nll(config: DecoderConfig, stacked: Stacked, batch: Batch, *, chunk: i
 def sequence_log_probability(config: DecoderConfig, stacked: Stacked, batch: Batch) -> Float[Array, " B"]:
     """Log-probability of each row's targets, summed, in nats."""
     return -token_nll(config, stacked, batch).sum(axis=1)
+
+
+def loss_of(settings: Align, config: DecoderConfig, scale: float, *, dropout: float) -> LossFn:
+    """The loss of the settings' method."""
+    if settings.method == "sft":
+        return sft_loss(config, scale, dropout=dropout)
+    options: dict[str, Any] = {key: value for key, value in settings.own.items() if key != "kl_limit"}
+    options |= {"sft_weight": settings.sft_weight, "dropout": dropout}
+    return preference_loss(config, scale, method=settings.method, **options)
 
 
 def sft_loss(config: DecoderConfig, scale: float, *, dropout: float = 0.0) -> LossFn:

@@ -11,11 +11,10 @@ import numpy as np
 
 from compress.align.loss import (
     both,
+    loss_of,
     needs_reference,
     policy_divergence,
-    preference_loss,
     sequence_log_probability,
-    sft_loss,
 )
 from compress.align.mix import Staged
 from compress.align.preference import PREFERENCE_LOSSES
@@ -132,15 +131,6 @@ class Trainer:
         """What the report multiplies log-ratios by: beta where the method's rewards are sums of them, else 1."""
         return 1.0 if PREFERENCE_LOSSES[self.settings.method].average else self.settings.own["beta"]
 
-    def loss(self, *, dropout: float):
-        """The method's loss for `fit`."""
-        if not self.is_preference:
-            return sft_loss(self.config, self.scale, dropout=dropout)
-        settings = self.settings
-        options = {key: value for key, value in settings.own.items() if key != "kl_limit"}
-        options |= {"sft_weight": settings.sft_weight, "dropout": dropout}
-        return preference_loss(self.config, self.scale, method=settings.method, **options)
-
     def train(self, checkpoints: Checkpoints | None = None):
         """The trained adapters and their trace."""
         batches = self.batches(self.rows, sample=self.settings.sample)
@@ -152,7 +142,7 @@ class Trainer:
         stream = self.stream(batches)
         tell = teller(self.common.progress, stage)
         adapters, trace = fit(
-            self.loss(dropout=self.settings.dropout),
+            loss_of(self.settings, self.config, self.scale, dropout=self.settings.dropout),
             self.adapters,
             self.base,
             stream,
@@ -175,7 +165,7 @@ class Trainer:
 
     def validator(self) -> Callable[[Stacked], dict[str, float]]:
         """Held-out loss and metrics, and the exact KL(policy || reference) a token."""
-        measure = validator(self.loss(dropout=0.0), self.base, self.checks)
+        measure = validator(loss_of(self.settings, self.config, self.scale, dropout=0.0), self.base, self.checks)
         rows = [both(batch) if isinstance(batch, PairBatch) else batch for batch in self.checks]
 
         @jax.jit

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from compress.data.batch import Batch
 from compress.distill.divergences import DIVERGENCES
-from compress.distill.strategies import PROJECTION, Matching
+from compress.distill.settings import Distill
+from compress.distill.strategies import PROJECTION, Matching, make_matching
 from compress.distill.temperature import Tempered
 from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, head, project, tapped_states
@@ -41,6 +42,25 @@ def token_loss(
     distance = temperature**2 * divergence(student[:common] / temperature, teacher[:common] / temperature)
     nll, _ = cross_entropy(student, target)
     return alpha * distance + (1 - alpha) * nll, {"divergence": distance, "cross_entropy": nll}
+
+
+def loss_of(settings: Distill, student: DecoderConfig, teacher: DecoderConfig, dtype: Any) -> LossFn:
+    """The loss that the settings ask for.
+
+    Raises:
+      RecipeError: layers cannot be matched as asked.
+    """
+    return distillation_loss(
+        student,
+        teacher,
+        divergence=settings.divergence,
+        mix=settings.mix,
+        temperature=settings.temperature,
+        alpha=settings.alpha,
+        matching=make_matching(settings, student, teacher),
+        chunk=settings.chunk,
+        dtype=dtype,
+    )
 
 
 def distillation_loss(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from compress.data.batches import Batches
 from compress.data.rows import Rows, keep_quarantine
 from compress.data.split import training_and_held_out
-from compress.distill.loss import distillation_loss
+from compress.distill.loss import loss_of
 from compress.distill.settings import Distill
 from compress.distill.strategies import PROJECTION, make_matching
 from compress.distill.student import initial_student, student_architecture
@@ -91,17 +91,7 @@ def distill(
     checks = held_out(partial(Batches, valid, tokenizer, **shape), settings)
     plan = fit_settings(settings, batches, common.seed)
 
-    loss = distillation_loss(
-        student.config,
-        teacher.config,
-        divergence=settings.divergence,
-        mix=settings.mix,
-        temperature=settings.temperature,
-        alpha=settings.alpha,
-        matching=matching,
-        chunk=settings.chunk,
-        dtype=dtype,
-    )
+    loss = loss_of(settings, student.config, teacher.config, dtype)
     stream: Batches | TemperedBatches = batches
     if settings.temperature_end is not None:
         ends = settings.temperature, settings.temperature_end

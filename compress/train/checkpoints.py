@@ -16,6 +16,7 @@ from compress.errors import DataError, RecipeError
 from export.atomic import atomic_file
 
 IDENTITY = "identity.json"
+KEEP = 3  # checkpoints, unless asked for another number
 # How Orbax's storage library ends the message of a ValueError that the operating system is the cause of.
 STORAGE_ERROR = re.compile(r"([^:]+) \[os_error_code")
 # What fails in the background is raised in the foreground too, where it is told in one line.
@@ -41,7 +42,7 @@ class Checkpoints:
         folder: Path,
         identity: dict[str, Any],
         *,
-        keep: int = 3,
+        keep: int = KEEP,
         anew: bool = False,
         warn: Callable[[str], None] = lambda text: None,
     ):
