@@ -185,6 +185,9 @@ def read_header(path: Path) -> dict[str, Entry]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ArtifactError(f"{path}: __metadata__ must map names to strings")
     start = 8 + length
+    for name in header:
+        if len(name.splitlines()) > 1 or "\n" in name:
+            raise ArtifactError(f"{path}: tensor name {name!r} has more than one line")
     entries = {name: _parse_entry(value, start, f"{path}: {name}") for name, value in header.items()}
     _check_layout(path, entries, start, size)
     return entries

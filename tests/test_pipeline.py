@@ -365,7 +365,7 @@ def test_a_run_of_preference_pairs_reports_what_the_pairs_say(world):
     write_jsonl(world / "pairs.jsonl", [pair] * 40)
     (world / "dpo.toml").write_text(
         '[align]\nmodel = "run/distill"\nmethod = "dpo"\ndata = ["pairs.jsonl"]\nvalid = ["pairs.jsonl"]\nsteps = 4\n'
-        "sequence_length = 24\ngroup_size = 32\nlearning_rate = 1e-3\nvalid_every = 4\n"
+        "sequence_length = 24\ngroup_size = 32\nlearning_rate = 1e-3\nvalid_every = 4\nkl_limit = 0\n"
         '[quantize]\nmethod = "rtn"\ngroup_size = 32\n[eval]\ndata = ["valid.jsonl"]\nwindow = 32\n'
     )
     assert run("--device", "cpu", recipe="dpo.toml") in (0, 1, 3)

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from compress import cli, plan
-from compress.distill.settings import Distill
-from compress.distill.student import make_student
+from compress.distill.student import make_student, student_architecture
 from compress.models import read_config
 from compress.models.decoder import hidden_states, linears, logits, stack
 from compress.models.folder import load
@@ -128,9 +127,8 @@ def test_the_operations_of_a_forward_pass_are_those_that_xla_counts():
 
 @pytest.mark.parametrize("student", ["half", "layers:3", "layers:0,2,3"])
 def test_the_student_has_the_depth_of_its_cut(world, student):
-    settings = Distill(teacher=str(world / "teacher"), data=(), student=student)
-    made = make_student(student, load(settings.teacher), seed=0)
-    assert plan.student_and_teacher(settings)[0] == made.config
+    teacher = load(world / "teacher")
+    assert student_architecture(student, teacher.config) == make_student(student, teacher, seed=0).config
 
 
 def test_free_memory_is_that_of_the_control_group_where_it_is_less(tmp_path, monkeypatch):

@@ -229,7 +229,7 @@ def test_watch_ends_the_run_and_keeps_the_weights_from_before(tmp_path):
 
 def test_checkpoints_of_another_run_are_refused_or_removed(tmp_path):
     train(tmp_path / "c")
-    with pytest.raises(RecipeError, match=r"c: checkpoints of a run with another another, a run; --force"):
+    with pytest.raises(RecipeError, match=r"c: checkpoints of a run with another a run, another; --force"):
         open_at(tmp_path / "c", ["another"])
     warnings = []
     with_force = open_at(tmp_path / "c", ["another"], anew=True, warn=warnings.append)

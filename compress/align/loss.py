@@ -4,7 +4,6 @@ Letters: B rows or pairs, T time.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +46,7 @@ def loss_of(settings: Align, config: DecoderConfig, scale: float, *, dropout: fl
     """The loss of the settings' method."""
     if settings.method == "sft":
         return sft_loss(config, scale, dropout=dropout)
-    options: dict[str, Any] = {key: value for key, value in settings.own.items() if key != "kl_limit"}
-    options |= {"sft_weight": settings.sft_weight, "dropout": dropout}
+    options = {**settings.own, "sft_weight": settings.sft_weight, "dropout": dropout}
     return preference_loss(config, scale, method=settings.method, **options)
 
 

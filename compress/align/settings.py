@@ -9,12 +9,12 @@ from compress.errors import RecipeError
 
 # The keys that are a method's own, and their defaults; `compress.align.preference` has the formulas.
 OWN: dict[str, dict[str, Any]] = {
-    "dpo": {"beta": 0.1, "reference_free": False, "kl_limit": 0.02},
-    "cdpo": {"beta": 0.1, "reference_free": False, "kl_limit": 0.02, "label_smoothing": 0.1},
-    "robust": {"beta": 0.1, "reference_free": False, "kl_limit": 0.02, "label_smoothing": 0.1},
-    "ipo": {"beta": 0.1, "reference_free": False, "kl_limit": 0.02},
-    "hinge": {"beta": 0.1, "reference_free": False, "kl_limit": 0.02, "margin": 1.0},
-    "kto": {"beta": 0.1, "kl_limit": 0.02},
+    "dpo": {"beta": 0.1, "reference_free": False},
+    "cdpo": {"beta": 0.1, "reference_free": False, "label_smoothing": 0.1},
+    "robust": {"beta": 0.1, "reference_free": False, "label_smoothing": 0.1},
+    "ipo": {"beta": 0.1, "reference_free": False},
+    "hinge": {"beta": 0.1, "reference_free": False, "margin": 1.0},
+    "kto": {"beta": 0.1},
     "orpo": {"beta": 0.1},
     "simpo": {"beta": 2.0, "margin": 1.0},
     "sft": {},
@@ -67,7 +67,9 @@ class Align:
     )
     kl_limit: float | None = field(
         default=None,
-        metadata={"help": "Largest KL to the reference at a validation, nats a token; 0.02 if not given, 0 is any."}
+        metadata={
+            "help": "Largest KL to the reference, nats a token; 0 is any; if not given 0.02, for methods that have one."
+        }
         | {"min": 0},
     )
     on_kl: Literal["stop", "raise_beta"] = field(
@@ -115,7 +117,7 @@ class Align:
     def __post_init__(self):
         if self.steps is not None and self.epochs is not None:
             raise RecipeError("steps and epochs are both given; keep one of them")
-        for key in ("beta", "label_smoothing", "margin", "reference_free", "kl_limit"):
+        for key in ("beta", "label_smoothing", "margin", "reference_free"):
             value = getattr(self, key)
             if key not in OWN[self.method] and value is not None and value is not False:
                 takers = ", ".join(method for method, keys in OWN.items() if key in keys)
@@ -131,6 +133,12 @@ class Align:
                 f"dropout = {self.dropout}: rounded with the base, adapters have no input of their own to drop; "
                 f'set dropout = 0 with landing = "{self.landing}"'
             )
+
+    @property
+    def kl_bound(self) -> float:
+        """The KL to the reference, nats a token, at which a validation ends the training; 0 is none."""
+        unbound = self.method in ("orpo", "simpo", "sft")
+        return self.kl_limit if self.kl_limit is not None else 0.0 if unbound else 0.02
 
     @property
     def own(self) -> dict[str, Any]:

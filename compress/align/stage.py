@@ -186,7 +186,7 @@ class Trainer:
 
     def watch(self, stream: Batches | PairStream, tell: Callable[[dict], None], trace: Trace) -> str | None:
         """Whether the policy is too far from the reference: why to stop, or None where beta is raised instead."""
-        limit, kl = self.settings.own.get("kl_limit"), trace.validations[-1]["kl_to_reference"]
+        limit, kl = self.settings.kl_bound, trace.validations[-1]["kl_to_reference"]
         if not limit or kl <= limit:
             return None
         if self.settings.on_kl == "stop" or not isinstance(stream, PairStream):

@@ -60,6 +60,7 @@ def loss_of(settings: Distill, student: DecoderConfig, teacher: DecoderConfig, d
         matching=make_matching(settings, student, teacher),
         chunk=settings.chunk,
         dtype=dtype,
+        remat=settings.remat,
     )
 
 

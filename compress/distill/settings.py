@@ -92,6 +92,13 @@ class Distill:
         default=0.05,
         metadata={"help": "Rise of the loss that brings back a checkpoint; 0 is never.", "min": 0},
     )
+    remat: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute a block's insides again in the backward pass instead of keeping them.",
+            "layout": True,
+        },
+    )
     chunk: int = field(
         default=128,
         metadata={"help": "Tokens whose logits exist at once; no effect on the result.", "min": 1, "layout": True},

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from compress.data.batch import Batch
-from compress.data.batches import Batches
+from compress.train.fit import Resumable
 
 # The share of the way from the first to the last temperature, from the share of the steps done.
 SCHEDULES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -35,15 +35,15 @@ def temperatures(schedule: str, start: float, end: float, steps: int) -> Float32
 class TemperedBatches:
     """Batches with the temperatures of their turns, the last one for all that follow; resumable as `batches` are."""
 
-    def __init__(self, batches: Batches, values: Float32[np.ndarray, " N"]):
+    def __init__(self, batches: Resumable, values: Float32[np.ndarray, " N"]):
         """Take a temperature a step."""
-        self.batches, self.values, self.taken = batches, values, 0
+        self.batches, self.stream, self.values, self.taken = batches, iter(batches), values, 0
 
     def __iter__(self) -> Iterator[Tempered]:
         return self
 
     def __next__(self) -> Tempered:
-        batch = next(self.batches)
+        batch = next(self.stream)
         value = self.values[min(self.taken, len(self.values) - 1)]
         self.taken += 1
         return Tempered(batch, np.full(len(batch.tokens), value))

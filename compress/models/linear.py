@@ -45,6 +45,34 @@ def rows(weight: Array | QuantizedTensor, ids: Int[Array | np.ndarray, "..."], d
     return dense(jax.tree.map(lambda leaf: leaf[ids], weight), dtype)
 
 
+@jax.custom_vjp
+def product(x: Float[Array, "*B I"], weight: Array | QuantizedTensor) -> Float[Array, "*B O"]:
+    """`x W^T` in the dtype of x, for a weight [O, I]; a quantized one is a constant.
+
+    What is kept for the backward pass is x and the weight as it is, so a quantized one is dequantized once more there.
+    """
+    return jax.lax.dot_general(x, dense(weight, x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def _product_forward(x, weight):
+    return product(x, weight), (x, weight)
+
+
+def _product_backward(saved, dy):
+    x, weight = saved
+    # Two products need the gradient, one of them transposed: on a CPU, XLA would compute what makes it once for each,
+    # for the transposed one across the rows.
+    dy = jax.lax.optimization_barrier(dy)
+    dx = jnp.matmul(dy, dense(weight, dy.dtype))
+    if isinstance(weight, QuantizedTensor):
+        return dx, None
+    rows = tuple(range(x.ndim - 1))
+    return dx, jax.lax.dot_general(dy, x, ((rows, rows), ((), ()))).astype(weight.dtype)
+
+
+product.defvjp(_product_forward, _product_backward)
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["keys"], meta_fields=["rate"])
 @dataclasses.dataclass(frozen=True)
 class Dropout:
@@ -89,13 +117,12 @@ class Linear(nnx.Module):
         if self.lora_A is not None and landing is not None:
             merged = dense(weight, jnp.float32) + self.lora_B.get_value() @ self.lora_A.get_value()
             weight = landing.get_value().quantize(merged, weight.spec)
-        y = x @ dense(weight, x.dtype).T
+        y = product(x, weight)
         if self.bias is not None:
             y = y + self.bias.get_value().astype(x.dtype)
         if self.lora_A is not None and landing is None:
             dropped = x if self.lora_dropout is None else self.lora_dropout.get_value()(x)
-            low = dropped @ self.lora_A.get_value().astype(x.dtype).T
-            y = y + low @ self.lora_B.get_value().astype(x.dtype).T
+            y = y + product(product(dropped, self.lora_A.get_value()), self.lora_B.get_value())
         return y
 
 

@@ -18,7 +18,7 @@ from export.atomic import atomic_file
 IDENTITY = "identity.json"
 KEEP = 3  # checkpoints, unless asked for another number
 # How Orbax's storage library ends the message of a ValueError that the operating system is the cause of.
-STORAGE_ERROR = re.compile(r"([^:]+) \[os_error_code")
+STORAGE_ERROR = re.compile(r": ([^:]+) \[os_error_code")
 # What fails in the background is raised in the foreground too, where it is told in one line.
 absl.logging.set_verbosity(absl.logging.FATAL)
 

@@ -20,7 +20,7 @@ class Rebound:
     lies above that by more than `tolerance` of it, and by more than `sure` standard errors of their difference.
     """
 
-    def __init__(self, tolerance: float = 0.05, *, window: int = 50, sure: float = 4.0):
+    def __init__(self, tolerance: float = 0.05, *, window: int = 50, sure: float = 8.0):
         self.tolerance, self.window, self.sure = tolerance, window, sure
         self.losses: list[float] = []
         self.lowest = math.inf

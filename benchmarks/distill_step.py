@@ -1,0 +1,89 @@
+"""A distillation step at SmolLM2-135M's shape against a plain torch loop and, where there is one, Tunix.
+
+    .venv-readers/bin/python benchmarks/distill_step.py
+    .venv-readers/bin/python benchmarks/distill_step.py --tunix TUNIX_ENVIRONMENT/bin/python
+
+Teacher and student have that shape and random weights; a step is 4 rows of 256 tokens, KL over the whole vocabulary,
+all of the student's weights trained with AdamW, float32 on all sides. Each program runs in a process of its own.
+torch runs with OMP_WAIT_POLICY=passive and without; the better counts. Its ratio in bfloat16, weights included, is
+told too.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import smollm2_shape as shape
+
+SPEED_GOAL, MEMORY_GOAL = 1.5, 0.5
+ROWS, LENGTH = 4, 256
+PEERS = Path(__file__).parent / "peers"
+
+
+def ours(steps: int) -> dict[str, float]:
+    """The step that `compress distill` takes."""
+    import jax
+    import jax.numpy as jnp
+
+    from compress.data.batch import Batch
+    from compress.distill.loss import distillation_loss
+    from compress.models import decoder, read_config
+    from compress.train.step import FitSettings, make_step
+
+    config = read_config(shape.CONFIG)
+    teacher, student = (
+        jax.jit(lambda key: decoder.stack(config, decoder.init(config, key)))(jax.random.key(seed)) for seed in (0, 1)
+    )
+    loss = distillation_loss(config, config, temperature=1.0, alpha=1.0, chunk=128, remat=True)
+    step, optimizer = make_step(loss, FitSettings(steps=100, learning_rate=1e-5, global_batch=ROWS), None)
+    state = optimizer.init(student)
+    ids = shape.tokens(ROWS, LENGTH)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
+    batch = Batch(ids, jnp.ones_like(positions), positions, jnp.ones(ids.shape, jnp.float32))
+
+    def run() -> None:
+        nonlocal student, state
+        student, state, sums = step(student, state, teacher, batch, jnp.int32(1), jnp.float32(1))
+        jax.block_until_ready(sums)
+
+    return shape.time_steps(run, steps)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps after the first (%(default)s)")
+    parser.add_argument("--tunix", help="python of an environment with google-tunix")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(ours(arguments.steps)))
+        return 0
+    common = ["--rows", str(ROWS), "--length", str(LENGTH), "--steps", str(arguments.steps)]
+    plain = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    found = {"compress": shape.in_a_process([__file__, "--child", "--steps", str(arguments.steps)], plain)}
+    for dtype in ("float32", "bfloat16"):
+        script = [str(PEERS / "torch_distill.py"), "--dtype", dtype, *common]
+        runs = [shape.in_a_process(script, plain | policy) for policy in ({}, {"OMP_WAIT_POLICY": "passive"})]
+        found[f"torch {dtype}"] = min(runs, key=lambda run: run["best"])
+    if arguments.tunix:
+        found["tunix float32"] = shape.in_a_process([str(PEERS / "tunix_distill.py"), *common], plain, arguments.tunix)
+    for name, run in found.items():
+        speed = ROWS * LENGTH / run["best"]
+        print(
+            f"{name}: {speed:.0f} tokens/s at best, {ROWS * LENGTH / run['median']:.0f} in the median, "
+            f"first step {run['first']:.1f} s, peak {run['peak_gib']:.2f} GiB"
+        )
+    mine = found.pop("compress")
+    brain = found.pop("torch bfloat16")
+    print(f"tokens/s over torch's in bfloat16: {brain['best'] / mine['best']:.2f}")
+    peer = min(found.values(), key=lambda run: run["best"])
+    speed, memory = peer["best"] / mine["best"], mine["peak_gib"] / peer["peak_gib"]
+    print(f"peak memory over the better peer's: {memory:.2f}, goal {MEMORY_GOAL}")
+    print(f"tokens/s over the better peer's in float32: {speed:.2f}, goal {SPEED_GOAL}")
+    return 0 if speed >= SPEED_GOAL and memory <= MEMORY_GOAL else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
