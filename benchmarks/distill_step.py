@@ -22,8 +22,8 @@ ROWS, LENGTH = 4, 256
 PEERS = Path(__file__).parent / "peers"
 
 
-def ours(steps: int) -> dict[str, float]:
-    """The step that `compress distill` takes."""
+def ours(steps: int, chunk: int = 128) -> dict[str, float]:
+    """The step that `compress distill` takes by default; `chunk` tokens of the loss at a time."""
     import jax
     import jax.numpy as jnp
 
@@ -36,7 +36,7 @@ def ours(steps: int) -> dict[str, float]:
     teacher, student = (
         jax.jit(lambda key: decoder.stack(config, decoder.init(config, key)))(jax.random.key(seed)) for seed in (0, 1)
     )
-    loss = distillation_loss(config, config, temperature=1.0, alpha=1.0, chunk=128, remat=True)
+    loss = distillation_loss(config, config, temperature=1.0, alpha=1.0, chunk=chunk, remat=True)
     step, optimizer = make_step(loss, FitSettings(steps=100, learning_rate=1e-5, global_batch=ROWS), None)
     state = optimizer.init(student)
     ids = shape.tokens(ROWS, LENGTH)

@@ -185,12 +185,14 @@ def read_header(path: Path) -> dict[str, Entry]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ArtifactError(f"{path}: __metadata__ must map names to strings")
     start = 8 + length
-    for name in header:
-        if len(name.splitlines()) > 1 or "\n" in name:
-            raise ArtifactError(f"{path}: tensor name {name!r} has more than one line")
-    entries = {name: _parse_entry(value, start, f"{path}: {name}") for name, value in header.items()}
+    entries = {name: _parse_entry(value, start, f"{path}: {shown(name)}") for name, value in header.items()}
     _check_layout(path, entries, start, size)
     return entries
+
+
+def shown(name: str) -> str:
+    """A stranger's name for a tensor, on one line."""
+    return name if name.isprintable() else ascii(name)
 
 
 def _parse_entry(value: object, start: int, where: str) -> Entry:
@@ -219,13 +221,13 @@ def _check_layout(path: Path, entries: Mapping[str, Entry], start: int, size: in
     place, before = start, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.end > size:
-            raise ArtifactError(f"{path}: truncated: {name} ends at byte {entry.end} of {size}; fetch it again")
+            raise ArtifactError(f"{path}: truncated: {shown(name)} ends at byte {entry.end} of {size}; fetch it again")
         if entry.begin != place:
             how = "overlap" if entry.begin < place else "leave a hole"
-            raise ArtifactError(f"{path}: {before} and {name} {how} at byte {entry.begin}")
+            raise ArtifactError(f"{path}: {shown(before)} and {shown(name)} {how} at byte {entry.begin}")
         place, before = entry.end, name
     if place != size:
-        raise ArtifactError(f"{path}: {size - place} bytes follow {before}, which belong to no tensor")
+        raise ArtifactError(f"{path}: {size - place} bytes follow {shown(before)}, which belong to no tensor")
 
 
 def _view(path: Path, entry: Entry) -> np.ndarray:
