@@ -47,6 +47,10 @@ class Trace:
         """Its loss; infinite while no step's weights are kept."""
         return self.best["loss"] if self.best_step else math.inf
 
+    def reached(self, level: float) -> int | None:
+        """The step of the first validation whose loss is below a level; None if there is none."""
+        return next((int(row["step"]) for row in self.validations if row["loss"] < level), None)
+
     @property
     def stopped(self) -> bool:
         """Whether the run was ended before its last step."""
