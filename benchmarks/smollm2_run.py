@@ -21,7 +21,7 @@ import engines
 import jax
 import numpy as np
 
-from compress.align.loss import sequence_log_probability
+from compress.align.loss import answer_log_probabilities
 from compress.data.batches import PairBatches
 from compress.data.rows import Rows
 from compress.evaluate import open_windows
@@ -120,12 +120,12 @@ def artifact_prefers(model: Model, recipe: Recipe, aligned: dict) -> None:
         shuffle=False,
     )
     stacked = stack(model.config, model.weights)
-    score = jax.jit(lambda stacked, batch: sequence_log_probability(model.config, stacked, batch))
+    score = jax.jit(lambda stacked, rows: answer_log_probabilities(model.config, stacked, rows))
     found: dict[str, list] = {"chosen": [], "rejected": []}
     for pairs in batches:
-        real = np.asarray(pairs.chosen.mask.sum(1) > 0)
-        for side, values in found.items():
-            values.extend(np.asarray(score(stacked, getattr(pairs, side)))[real])
+        real = np.asarray(pairs.rows.mask.sum(1) > 0)
+        for side, values in zip(found, np.asarray(score(stacked, pairs.rows))):
+            found[side].extend(values[real])
     count = len(aligned["chosen"])
     reference = {name: np.asarray(aligned[name]) for name in ("reference_chosen", "reference_rejected")}
     scores = PairScores(**{side: np.asarray(values[:count]) for side, values in found.items()}, **reference)

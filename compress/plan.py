@@ -217,8 +217,8 @@ class Plan:
     def align(self, settings: Align) -> Need:
         """The packed base on the host, and the step; before that the float32 model while it is packed.
 
-        Operations: the base is frozen, so of a token twice the forward pass, adapters aside; a preference has two
-        rows, and a forward pass of the reference.
+        Operations: the base is frozen, so of a token twice the forward pass, adapters aside; a preference has a row
+        for both answers, twice as long at most, and a forward pass of the reference.
         """
         config, length = self.config(settings), settings.sequence_length
         spec = QuantSpec(bits=settings.bits, group_size=settings.group_size)
@@ -227,13 +227,13 @@ class Plan:
         trainable, frozen = partition(_stacked(config, base | adapters), is_adapter)
         scale, rows = settings.alpha / settings.rank, settings.global_batch
         loss = alignment_loss(settings, config, scale, dropout=settings.dropout)
-        one_row = settings.method == "sft"
-        batch: Any = _batch(rows, length) if one_row else _shapes(pair_batch_of([], rows, length))
-        wide = 1 if one_row else 2
+        batch, reference = _batch(rows, length), 0
+        if settings.method != "sft":
+            length, reference = 2 * length, 1
+            batch = _shapes(pair_batch_of([], rows, length))
         held = self.training(loss, trainable, frozen, batch, settings)
         steps, checks = self.course(settings)
-        tokens, once = wide * rows * length, forward_flops(config, length)
-        reference = 0 if settings.method == "sft" else 1
+        tokens, once = rows * length, forward_flops(config, length)
         return Need(
             device=held + size(trainable),
             host=size(base) + 2 * size(trainable) + buffer_bytes(settings.data),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +13,16 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from compress.align.loss import (
-    both,
+    answer_log_probabilities,
     policy_divergence,
     preference_loss,
-    sequence_log_probability,
     sft_loss,
     token_nll,
 )
 from compress.align.mix import Staged
 from compress.align.settings import Align
 from compress.align.stage import PairStream, Reference, quantized_base, run
+from compress.data.batch import CHOSEN, REJECTED
 from compress.data.batches import PairBatches
 from compress.data.rows import Rows
 from compress.errors import DataError, RecipeError
@@ -34,6 +35,7 @@ from compress.settings import Common
 from export.quantized import QuantizedTensor, QuantSpec
 from tests import tiny_training as tiny
 from tests.goldens.make_models import draw
+from tests.tiny_models import EXEMPLARS, config_of, stacked_of
 
 SCALE, BETA = 2.0, 0.3
 
@@ -49,7 +51,7 @@ def parts():
     """A base with its fresh and its random adapters, pairs with the reference's log-probabilities, compiled losses."""
     base, fresh = tiny.base_and_adapters()
     _, adapters = tiny.base_and_adapters(1)
-    reference = jax.jit(lambda batch: sequence_log_probability(tiny.STUDENT, base, batch))
+    reference = jax.jit(lambda rows: answer_log_probabilities(tiny.STUDENT, base, rows))
     return base, fresh, adapters, Reference(reference).fill(tiny.pairs(0))
 
 
@@ -83,19 +85,49 @@ def test_at_initialisation_dpo_is_log_two_with_no_margin(parts, dpo):
 def test_the_reference_is_the_model_with_its_adapters_off(parts):
     base, fresh, _, pairs = parts
     policy = with_adapters(base, fresh, SCALE)
-    run = jax.jit(lambda stacked, batch: sequence_log_probability(tiny.STUDENT, stacked, batch))
-    for batch in (pairs.chosen, pairs.rejected):
-        np.testing.assert_array_equal(run(policy, batch), run(base, batch))
-    np.testing.assert_allclose(run(base, pairs.chosen), pairs.reference_chosen, rtol=1e-5)
-    np.testing.assert_allclose(run(base, pairs.rejected), pairs.reference_rejected, rtol=1e-5)
+    run = jax.jit(lambda stacked, rows: answer_log_probabilities(tiny.STUDENT, stacked, rows))
+    np.testing.assert_array_equal(run(policy, pairs.rows), run(base, pairs.rows))
+    np.testing.assert_allclose(run(base, pairs.rows), [pairs.reference_chosen, pairs.reference_rejected], rtol=1e-5)
+
+
+def sides(config, stacked, pairs):
+    """Log-probabilities of both answers, each from a row of its own."""
+    return [tiny.dense_log_probability(config, stacked, tiny.alone(pairs.rows, side)) for side in (CHOSEN, REJECTED)]
+
+
+@pytest.mark.parametrize("case", EXEMPLARS.values())
+def test_a_pair_in_one_row_has_the_log_probabilities_and_gradients_of_two(case):
+    config, stacked, rows = config_of(case), stacked_of(case), tiny.pairs(2, rows=4, length=24).rows
+    apart = [tiny.alone(rows, side) for side in (CHOSEN, REJECTED)]
+    assert all(window is None or window < 24 for window in config.windows)
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4)), jnp.float32)
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def together(layers):
+        found = answer_log_probabilities(config, dataclasses.replace(stacked, layers=layers), rows)
+        return (weights * found).sum(), found
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def separate(layers):
+        one = dataclasses.replace(stacked, layers=layers)
+        found = jnp.stack([-token_nll(config, one, batch).sum(1) for batch in apart])
+        return (weights * found).sum(), found
+
+    (_, ours), slopes = together(stacked.layers)
+    (_, theirs), others = separate(stacked.layers)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    for mine, other in zip(jax.tree.leaves(slopes), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-4 * np.abs(other).max())
 
 
 def test_dpo_of_a_model_is_its_definition(parts, dpo):
     base, _, adapters, pairs = parts
     policy = with_adapters(base, adapters, SCALE)
     ratios = [
-        tiny.dense_log_probability(tiny.STUDENT, policy, batch) - tiny.dense_log_probability(tiny.STUDENT, base, batch)
-        for batch in (pairs.chosen, pairs.rejected)
+        ours - theirs
+        for ours, theirs in zip(sides(tiny.STUDENT, policy, pairs), sides(tiny.STUDENT, base, pairs))
     ]
     total, count, metrics = dpo(adapters, base, pairs, None)
     margins = BETA * (ratios[0] - ratios[1])
@@ -108,8 +140,9 @@ def test_dpo_of_a_model_is_its_definition(parts, dpo):
     }
     assert float(total) == pytest.approx(np.log1p(np.exp(-margins)).sum(), rel=1e-4)
     nll, targets = metrics.pop("cross_entropy")
-    chosen = tiny.dense_log_probability(tiny.STUDENT, policy, pairs.chosen)
-    assert (float(nll), float(targets)) == (pytest.approx(-chosen.sum(), rel=1e-4), pairs.chosen.mask.sum())
+    chosen, _ = sides(tiny.STUDENT, policy, pairs)
+    learnt = pairs.rows.mask[pairs.rows.branches == CHOSEN].sum()
+    assert (float(nll), float(targets)) == (pytest.approx(-chosen.sum(), rel=1e-4), learnt)
     assert {name: float(value) for name, (value, _) in metrics.items()} == pytest.approx(sums, rel=1e-3, abs=1e-3)
     assert {float(weight) for _, weight in metrics.values()} == {float(count)} == {8.0}
 
@@ -127,7 +160,7 @@ def rows_of(tree, rows, total=8):
 def test_rows_that_fill_up_a_batch_count_nothing(parts, dpo, sft):
     base, _, adapters, pairs = parts
     keys = jax.random.split(jax.random.key(0), 8)
-    for loss, batch in ((dpo, pairs), (sft, pairs.chosen)):
+    for loss, batch in ((dpo, pairs), (sft, tiny.batch(0))):
         total, count, metrics = loss(adapters, base, batch, keys)
         halves = [
             loss(adapters, base, rows_of(batch, rows), k)
@@ -144,7 +177,7 @@ def test_rows_that_fill_up_a_batch_count_nothing(parts, dpo, sft):
 @pytest.mark.parametrize("name", ["dpo", "sft"])
 def test_dropout_depends_on_the_rows_keys_and_not_on_their_batch(name, parts, dpo, sft):
     base, _, adapters, pairs = parts
-    loss, batch = (dpo, pairs) if name == "dpo" else (sft, pairs.chosen)
+    loss, batch = (dpo, pairs) if name == "dpo" else (sft, tiny.batch(0))
     keys = jax.random.split(jax.random.key(5), 8)
     whole = float(loss(adapters, base, batch, keys)[0])
     order = np.array([2, 5, 0, 7, 1, 3, 6, 4])
@@ -155,29 +188,33 @@ def test_dropout_depends_on_the_rows_keys_and_not_on_their_batch(name, parts, dp
 
 
 def test_sft_is_the_cross_entropy_of_the_completions(parts, sft):
-    base, _, adapters, pairs = parts
-    total, count, metrics = sft(adapters, base, pairs.chosen, None)
+    base, _, adapters, _ = parts
+    batch = tiny.batch(0)
+    total, count, metrics = sft(adapters, base, batch, None)
     policy = with_adapters(base, adapters, SCALE)
-    assert float(total) == pytest.approx(
-        -tiny.dense_log_probability(tiny.STUDENT, policy, pairs.chosen).sum(), rel=1e-4
-    )
-    assert float(count) == pairs.chosen.mask[:, 1:].sum()
+    assert float(total) == pytest.approx(-tiny.dense_log_probability(tiny.STUDENT, policy, batch).sum(), rel=1e-4)
+    assert float(count) == batch.mask[:, 1:].sum()
     assert list(map(float, metrics["cross_entropy"])) == [float(total), float(count)]
 
 
 def test_the_policy_s_divergence_is_the_mean_of_whole_distributions(parts):
     base, fresh, adapters, pairs = parts
-    batch = both(pairs)
     run = jax.jit(lambda a, b: policy_divergence(tiny.STUDENT, with_adapters(base, a, SCALE), base, b, chunk=16))
-    assert float(run(fresh, batch)[0]) == pytest.approx(0, abs=1e-4)
-    total, count = run(adapters, batch)
+    assert float(run(fresh, pairs.rows)[0]) == pytest.approx(0, abs=1e-4)
+    total, count = run(adapters, pairs.rows)
     policy = with_adapters(base, adapters, SCALE)
-    ours, theirs = (tiny.numpy_log_softmax(tiny.logits_of(tiny.STUDENT, m, batch))[:, :-1] for m in (policy, base))
-    kl = (np.exp(ours) * (ours - theirs)).sum(-1)
-    mask = np.asarray(batch.mask)[:, 1:]
-    assert float(count) == mask.sum()
-    assert float(total) == pytest.approx((kl * mask).sum(), rel=1e-3)
+    wanted = 0.0
+    for batch in (tiny.alone(pairs.rows, side) for side in (CHOSEN, REJECTED)):
+        ours, theirs = (tiny.numpy_log_softmax(tiny.logits_of(tiny.STUDENT, m, batch))[:, :-1] for m in (policy, base))
+        wanted += ((np.exp(ours) * (ours - theirs)).sum(-1) * np.asarray(batch.mask)[:, 1:]).sum()
+    assert float(count) == pairs.rows.mask.sum()
+    assert float(total) == pytest.approx(wanted, rel=1e-3)
     assert float(total / count) > 0.01
+
+
+def sums(rows):
+    """Of the ids of both answers' targets."""
+    return np.stack([(rows.tokens * rows.mask * (rows.branches == side)).sum(1) for side in (CHOSEN, REJECTED)])
 
 
 class Counting:
@@ -186,9 +223,9 @@ class Counting:
     def __init__(self):
         self.calls = 0
 
-    def __call__(self, batch):
+    def __call__(self, rows):
         self.calls += 1
-        return -(batch.tokens * batch.mask).sum(1)
+        return -sums(rows)
 
 
 def test_the_reference_is_computed_once_a_pair():
@@ -197,22 +234,32 @@ def test_the_reference_is_computed_once_a_pair():
     one, two = tiny.pairs(0), tiny.pairs(1)
     mixed = jax.tree.map(lambda a, b: np.concatenate([a[:4], b[4:]]), two, one)
     filled = [reference.fill(pairs) for pairs in (one, two, mixed, one)]
-    assert ask.calls == 4  # both sides of two batches
+    assert ask.calls == 2  # for the first two batches
     for pairs in filled:
-        np.testing.assert_array_equal(pairs.reference_chosen, -(pairs.chosen.tokens * pairs.chosen.mask).sum(1))
-        np.testing.assert_array_equal(pairs.reference_rejected, -(pairs.rejected.tokens * pairs.rejected.mask).sum(1))
-    assert filled[0].chosen is one.chosen
+        found = [pairs.reference_chosen, pairs.reference_rejected]
+        np.testing.assert_array_equal(found, -sums(pairs.rows))
+    assert filled[0].rows is one.rows
 
 
 def test_pairs_that_differ_in_their_targets_alone_are_two_pairs():
     ask = Counting()
     pairs = tiny.pairs(0)
-    fewer = dataclasses.replace(pairs.rejected, mask=np.where(np.arange(tiny.LENGTH) > 6, 0, pairs.rejected.mask))
-    assert (fewer.mask != pairs.rejected.mask).any()
+    fewer = dataclasses.replace(pairs.rows, mask=np.where(np.arange(2 * tiny.LENGTH) > 6, 0, pairs.rows.mask))
+    assert (fewer.mask != pairs.rows.mask).any()
     reference = Reference(ask)
-    for one in (pairs, dataclasses.replace(pairs, rejected=fewer)):
+    for one in (pairs, dataclasses.replace(pairs, rows=fewer)):
         reference.fill(one)
-    assert ask.calls == 4
+    assert ask.calls == 2
+
+
+def test_a_pair_is_the_same_however_much_padding_follows_it():
+    ask = Counting()
+    pairs = tiny.pairs(0)
+    padded = jax.tree.map(lambda x: np.pad(x, [(0, 0), (0, 5)]), pairs.rows)
+    reference = Reference(ask)
+    for one in (pairs, dataclasses.replace(pairs, rows=padded)):
+        reference.fill(one)
+    assert ask.calls == 1
 
 
 # The stage.
@@ -334,8 +381,7 @@ def test_scores_of_held_out_pairs_are_those_of_the_folder_written(aligned, data,
     (pairs,) = PairBatches(rows, model.tokenizer, size=8, length=PLAN["sequence_length"], epochs=1, shuffle=False)
     for name, one in {"": model.merged(), "reference_": dataclasses.replace(model, adapters=None)}.items():
         stacked = decoder.stack(one.config, one.weights)
-        for side in ("chosen", "rejected"):
-            found = tiny.dense_log_probability(one.config, stacked, getattr(pairs, side))
+        for side, found in zip(("chosen", "rejected"), sides(one.config, stacked, pairs)):
             np.testing.assert_allclose(scores[name + side], found, rtol=2e-3, atol=2e-3)
     margins = np.subtract(scores["chosen"], scores["reference_chosen"]) - np.subtract(
         scores["rejected"], scores["reference_rejected"]
@@ -401,8 +447,8 @@ def test_adapters_that_land_are_scored_as_rounding_to_nearest_leaves_them(folder
     landed = {name: QUANTIZERS["rtn"].quantize(merged.weights[name], spec) for name in decoder.linears(base.config)}
     rows = Rows(data / "valid.jsonl", kinds=("preference",))
     (pairs,) = PairBatches(rows, base.tokenizer, size=8, length=PLAN["sequence_length"], epochs=1, shuffle=False)
-    found = tiny.dense_log_probability(base.config, decoder.stack(base.config, merged.weights | landed), pairs.chosen)
-    np.testing.assert_allclose(scores["chosen"], found, rtol=2e-3, atol=2e-3)
+    chosen, _ = sides(base.config, decoder.stack(base.config, merged.weights | landed), pairs)
+    np.testing.assert_allclose(scores["chosen"], chosen, rtol=2e-3, atol=2e-3)
 
 
 def test_dropping_inputs_that_are_not_the_adapters_alone_is_refused():

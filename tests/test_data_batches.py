@@ -9,11 +9,13 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from compress.data.batch import CHOSEN, REJECTED
 from compress.data.batches import Batches, PairBatches
 from compress.data.rows import Rows
 from compress.data.windows import documents, windows
 from compress.errors import DataError
 from compress.tokenizer import Tokenizer
+from tests import tiny_training as tiny
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +168,9 @@ def test_pairs_stand_side_by_side_and_cut_ones_are_counted(tmp_path, byte_tokeni
     found = list(PairBatches(rows, byte_tokenizer, size=3, length=8, epochs=1, room=7))
     assert rows.quarantine.skipped == 0 and len(found) == 3
     for batch in found:
-        for chosen, rejected, there in zip(batch.chosen.tokens, batch.rejected.tokens, batch.chosen.segments[:, 0]):
-            text = byte_tokenizer.decode(chosen), byte_tokenizer.decode(rejected)
-            assert not there or text[0].split("a")[0] == text[1].split("b")[0]
+        for i in np.flatnonzero(batch.rows.segments[:, 0]):
+            text = [byte_tokenizer.decode(tiny.alone(batch.rows, side).tokens[i]) for side in (CHOSEN, REJECTED)]
+            assert text[0].split("a")[0] == text[1].split("b")[0]
     rows = Rows(path, kinds=["preference"])
     list(PairBatches(rows, byte_tokenizer, size=3, length=8, epochs=1, room=8))
     assert rows.quarantine.reasons == {"no target left in 8 tokens": 1}
@@ -195,7 +197,7 @@ def test_every_bad_pair_is_listed_with_its_reason_and_the_counts_add_up(tmp_path
     found = list(PairBatches(rows, byte_tokenizer, size=4, length=8, epochs=1, shuffle=False))
     quarantine = rows.quarantine
     assert (quarantine.read, quarantine.kept, quarantine.skipped) == (10, 3, 7)
-    assert sum(int((batch.chosen.mask.sum(1) > 0).sum()) for batch in found) == 3
+    assert sum(int((batch.rows.mask.sum(1) > 0).sum()) for batch in found) == 3
     reasons = {int(where.rpartition(":")[2]): reason for where, reason in quarantine.listed}
     said = {
         2: "'chosen' and 'rejected' are equal",
@@ -209,7 +211,8 @@ def test_every_bad_pair_is_listed_with_its_reason_and_the_counts_add_up(tmp_path
     assert reasons.keys() == said.keys()
     assert all(said[line] in reason for line, reason in reasons.items())
     # The prompt of line 7 is too long: it keeps its end, and the answer is whole.
-    assert byte_tokenizer.decode(found[0].chosen.tokens[1]).rstrip("</s>") == "x" * 6 + "a"
+    chosen = tiny.alone(found[0].rows, CHOSEN)
+    assert byte_tokenizer.decode(chosen.tokens[1]).rstrip("</s>") == "x" * 6 + "a"
 
 
 @pytest.mark.parametrize("line", [2, 3, 4, 5, 6])
@@ -239,7 +242,7 @@ def test_pairs_with_an_id_twice_are_the_same_ones_after_a_restart(tmp_path, byte
 
     whole = list(made())
     assert len(whole) == 2 * made().steps_per_epoch()
-    assert sum(int((batch.chosen.mask.sum(1) > 0).sum()) for batch in whole) == 18
+    assert sum(int((batch.rows.mask.sum(1) > 0).sum()) for batch in whole) == 18
     for at in range(len(whole)):
         first, second = made(), made()
         list(itertools.islice(first, at))

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.data.batch import Batch, PairBatch
+from compress.data.batch import CHOSEN, REJECTED, Batch, PairBatch
 from compress.data.examples import Example, fit, fit_pair
-from compress.data.pack import batch_of, pack, pair_batch_of, pieces
+from compress.data.pack import batch_of, pack, pair_batch_of, pieces, shared_length
 from compress.data.windows import windows
 from compress.errors import RecipeError
+from tests import tiny_training as tiny
 
 
 def text(first, length):
@@ -79,22 +80,50 @@ def test_padding_is_told_by_segments_where_its_id_is_that_of_eos():
     assert batch.mask.tolist() == [[0, 1, 1, 0, 0]]
 
 
-def test_pairs_stand_a_row_each_padded_at_the_right():
-    batch = pair_batch_of([(text(1, 3), text(10, 2))], 2, 4)
-    assert batch.chosen.tokens.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0]]
-    assert batch.rejected.segments.tolist() == [[1, 1, 0, 0], [0, 0, 0, 0]]
-    assert batch.reference_chosen.shape == (2,)
+def test_a_pair_s_row_has_the_prompt_once_and_its_last_token_in_front_of_each_answer():
+    prompt = [5, 6, 7]
+    pair = [Example(np.array([*prompt, *own], np.int32), np.arange(3 + len(own)) > 2, 3) for own in ([8, 9], [8])]
+    rows = pair_batch_of([tuple(pair)], 2, 10, pad_id=1).rows
+    assert rows.tokens.tolist() == [[5, 6, 7, 8, 9, 7, 8, 1, 1, 1], [1] * 10]
+    assert rows.branches[0].tolist() == [0, 0, *[CHOSEN] * 3, *[REJECTED] * 2, 0, 0, 0]
+    assert rows.positions[0].tolist() == [0, 1, 2, 3, 4, 2, 3, 0, 0, 0]
+    assert rows.mask[0].tolist() == [0, 0, 0, 1, 1, 0, 1, 0, 0, 0]
+    assert rows.segments.tolist() == [[1] * 7 + [0] * 3, [0] * 10]
+
+
+ids = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shared=st.lists(st.integers(0, 2), max_size=8), own=st.tuples(ids, ids), starts=st.tuples(*[st.integers(0, 9)] * 2))
+def test_each_branch_with_the_trunk_is_its_example_however_much_they_share(shared, own, starts):
+    """Prompts of unequal length or content too: only what no answer learns is shared."""
+    pair = []
+    for tail, start in zip(own, starts):
+        start = min(start, len(shared) + len(tail) - 1)
+        tokens = np.array([*shared, *tail], np.int32)
+        pair.append(Example(tokens, np.arange(len(tokens)) >= max(start, 1), start))
+    length = shared_length(*pair)
+    batch = pair_batch_of([tuple(pair)], 1, length)
+    assert length <= sum(map(len, pair)) and batch.rows.segments.all()
+    for branch, sample in ((CHOSEN, pair[0]), (REJECTED, pair[1])):
+        found, wanted = tiny.alone(batch.rows, branch), batch_of([[sample]], 1, length)
+        for name in ("tokens", "segments", "positions", "mask"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+        mine = np.flatnonzero(batch.rows.branches[0] == branch)
+        np.testing.assert_array_equal(batch.rows.positions[0, mine], len(sample) - len(mine) + np.arange(len(mine)))
 
 
 def test_batches_go_through_jit_and_take_any_leaves():
-    batch = pair_batch_of([(text(1, 3), text(10, 2))], 1, 4)
+    batch = pair_batch_of([(text(1, 3), text(10, 2))], 1, 6)
     doubled = jax.jit(lambda b: jax.tree.map(lambda x: 2 * x, b))(batch)
-    assert isinstance(doubled, PairBatch) and isinstance(doubled.chosen, Batch)
-    assert doubled.chosen.tokens.tolist() == [[2, 4, 6, 0]]
-    assert jax.tree.map(lambda _: "leaf", batch).rejected.mask == "leaf"
-    assert [str(path[-1]) for path, _ in jax.tree_util.tree_leaves_with_path(batch.chosen)] == [
-        ".tokens", ".segments", ".positions", ".mask",
-    ]  # fmt: skip
+    assert isinstance(doubled, PairBatch) and isinstance(doubled.rows, Batch)
+    assert doubled.rows.tokens.tolist() == [[2, 4, 6, 20, 22, 0]]
+    assert jax.tree.map(lambda _: "leaf", batch).rows.mask == "leaf"
+    names = [".tokens", ".segments", ".positions", ".mask"]
+    plain = batch_of([[text(1, 3)]], 1, 4)
+    for kind, found in ((batch.rows, [*names, ".branches"]), (plain, names)):
+        assert [str(path[-1]) for path, _ in jax.tree_util.tree_leaves_with_path(kind)] == found
 
 
 def answered(prompt, completion, bos=None):

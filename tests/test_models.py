@@ -106,6 +106,32 @@ def test_packed_documents_get_the_logits_of_each_alone(case, data):
         np.testing.assert_allclose(got[row, at], wanted, rtol=0, atol=TOLERANCE)
 
 
+@families
+@settings(max_examples=15, deadline=None)
+@given(bounds=st.tuples(*[st.integers(0, LENGTH)] * 3), swap=st.booleans())
+def test_branches_get_the_logits_of_each_alone(case, bounds, swap):
+    """Of two rows: the trunk of one, its rest as a branch, then a branch that only goes on from the trunk."""
+    originals, expected = golden(case)
+    split, end, other = bounds
+    split = min(split, end)
+    source = originals[::-1] if swap else originals
+    wanted = expected[::-1] if swap else expected
+    tail = np.arange(split, max(split, other))
+    row = np.concatenate([source[0, :end], source[1, tail]])
+    positions = np.concatenate([np.arange(end), tail])
+    branches = np.concatenate([np.arange(end) >= split, np.full(len(tail), 2)])
+    alone = np.concatenate([source[0, :split], source[1, tail]])
+    fill = lambda x, to=2 * LENGTH: np.pad(np.asarray(x, np.int32), (0, to - len(x)))[None]  # noqa: E731
+    config, stacked = config_of(case), stacked_of(case)
+    got = np.asarray(
+        forward(config, stacked, fill(row), fill(positions), fill(np.ones(len(row))), branches=fill(branches))
+    )[0]
+    second = np.asarray(forward(config, stacked, fill(alone), segments=fill(np.ones(len(alone)))))[0]
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got[:end], wanted[0, :end], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(got[end : len(row)], second[split : len(alone)], rtol=0, atol=TOLERANCE)
+
+
 CHUNKED = [(case, 3) for case in EXEMPLARS.values()] + [(EXEMPLARS["gemma3_text"], n) for n in (1, 8)]
 
 

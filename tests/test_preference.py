@@ -15,6 +15,7 @@ from compress.align import loss as loss_module
 from compress.align.loss import needs_reference, preference_loss
 from compress.align.preference import PREFERENCE_LOSSES, Pairs
 from compress.align.settings import OWN, Align
+from compress.data.batch import CHOSEN, REJECTED
 from compress.errors import RecipeError
 from compress.models.decoder import Stacked
 from compress.train.fit import FitSettings, fit
@@ -176,13 +177,13 @@ def toy(monkeypatch):
     monkeypatch.setattr(loss_module, "with_adapters", lambda base, adapters, scale, rate, keys: adapters)
     monkeypatch.setattr(
         loss_module,
-        "sequence_log_probability",
-        lambda config, policy, batch: -policy.rest["factor"] * _sums(batch.tokens, batch.mask),
+        "answer_log_probabilities",
+        lambda config, policy, rows: -policy.rest["factor"] * _sums(rows),
     )
 
 
-def _sums(tokens, mask):
-    return (tokens * mask)[:, 1:].sum(axis=1)
+def _sums(rows):
+    return jnp.stack([(rows.tokens * rows.mask * (rows.branches == side)).sum(1) for side in (CHOSEN, REJECTED)])
 
 
 def toy_pairs(rows=5, size=8):
@@ -204,9 +205,10 @@ def test_a_pair_s_loss_is_of_log_ratios_or_means_as_its_method_says_mixed_with_s
         Stacked({"factor": jnp.float32(theta)}, []), Stacked({}, []), pairs, None
     )
     logs, compared, tokens = {}, {}, {}
-    for side, batch in (("chosen", pairs.chosen), ("rejected", pairs.rejected)):
-        tokens[side] = batch.mask[:5].sum(1).astype(np.float64)
-        logs[side] = -theta * _sums(batch.tokens, batch.mask)[:5].astype(np.float64)
+    for side, branch in (("chosen", CHOSEN), ("rejected", REJECTED)):
+        mask = pairs.rows.mask[:5] * (pairs.rows.branches[:5] == branch)
+        tokens[side] = mask.sum(1).astype(np.float64)
+        logs[side] = -theta * (pairs.rows.tokens[:5] * mask).sum(1).astype(np.float64)
         compared[side] = logs[side].copy()
         if needs_reference(method, extra.get("reference_free", False)):
             compared[side] -= getattr(pairs, f"reference_{side}")[:5]

@@ -43,7 +43,8 @@ def stacked_of(case: str) -> decoder.Stacked:
 
 
 @partial(jax.jit, static_argnums=0)
-def forward(config, stacked, tokens, positions=None, segments=None):
+def forward(config, stacked, tokens, positions=None, segments=None, branches=None):
     """Logits of packed rows."""
-    hidden = decoder.hidden_states(config, stacked, tokens, positions=positions, segments=segments)
+    view = {"positions": positions, "segments": segments, "branches": branches}
+    hidden = decoder.hidden_states(config, stacked, tokens, **view)
     return decoder.logits(config, stacked, hidden)

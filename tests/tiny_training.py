@@ -102,14 +102,23 @@ def batch(seed: int, rows: int = 8, length: int = LENGTH) -> Batch:
 
 
 def pairs(seed: int, rows: int = 8, length: int = LENGTH, size: int | None = None) -> PairBatch:
-    """Random pairs that share a prompt; with `size`, filled up with rows of padding."""
+    """Random pairs that share a prompt, each example of at most `length`; with `size`, filled up with padding."""
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(rows):
         prompt = sample(rng, int(rng.integers(2, 5)))
         answers = [sample(rng, int(rng.integers(1, length - 4))) for _ in range(2)]
         made.append(tuple(joined(prompt, answer) for answer in answers))
-    return pair_batch_of(made, size or rows, length)
+    return pair_batch_of(made, size or rows, 2 * length)
+
+
+def alone(rows: Batch, branch: int) -> Batch:
+    """The trunk and one branch of each row, as rows that do not branch."""
+    found = []
+    for tokens, segments, branches, mask in zip(rows.tokens, rows.segments, rows.branches, rows.mask):
+        kept = (segments > 0) & ((branches == 0) | (branches == branch))
+        found.append([Example(tokens[kept], mask[kept] > 0)] if kept.any() else [])
+    return batch_of(found, *rows.tokens.shape)
 
 
 def joined(prompt: Example, answer: Example) -> Example:

@@ -1,17 +1,18 @@
 """Losses over adapters: the base is frozen, and with the adapters off it is the reference.
 
-Letters: B rows or pairs, T time.
+Letters: B rows, T time.
 """
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from compress.align.preference import PREFERENCE_LOSSES, Pairs
 from compress.align.settings import Align
-from compress.data.batch import Batch, PairBatch
+from compress.data.batch import CHOSEN, REJECTED, Batch, PairBatch
 from compress.distill.divergences import forward_kl
 from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, head, hidden_states, project
@@ -22,7 +23,8 @@ from compress.train.step import LossFn
 
 
 def _hidden(config: DecoderConfig, stacked: Stacked, batch: Batch) -> Float[Array, "B T D"]:
-    return hidden_states(config, stacked, batch.tokens, positions=batch.positions, segments=batch.segments)
+    view = {"positions": batch.positions, "segments": batch.segments, "branches": batch.branches}
+    return hidden_states(config, stacked, batch.tokens, **view)
 
 
 def token_nll(config: DecoderConfig, stacked: Stacked, batch: Batch, *, chunk: int = 512) -> Float[Array, "B T"]:
@@ -37,9 +39,14 @@ def token_nll(config: DecoderConfig, stacked: Stacked, batch: Batch, *, chunk: i
     return nll
 
 
-def sequence_log_probability(config: DecoderConfig, stacked: Stacked, batch: Batch) -> Float[Array, " B"]:
-    """Log-probability of each row's targets, summed, in nats."""
-    return -token_nll(config, stacked, batch).sum(axis=1)
+def answers(values: Float[Array | np.ndarray, "B T"], branches: Int[Array | np.ndarray, "B T"]) -> Float[Array, "2 B"]:
+    """Sums over the tokens of each pair's chosen answer, and of its rejected one."""
+    return jnp.stack([jnp.where(branches == side, values, 0.0).sum(axis=1) for side in (CHOSEN, REJECTED)])
+
+
+def answer_log_probabilities(config: DecoderConfig, stacked: Stacked, rows: Batch) -> Float[Array, "2 B"]:
+    """Log-probabilities of the chosen and of the rejected answers' targets, summed, in nats."""
+    return -answers(token_nll(config, stacked, rows), rows.branches[:, 1:])
 
 
 def loss_of(settings: Align, config: DecoderConfig, scale: float, *, dropout: float) -> LossFn:
@@ -59,11 +66,6 @@ def sft_loss(config: DecoderConfig, scale: float, *, dropout: float = 0.0) -> Lo
         return total, count, {"cross_entropy": (total, count)}
 
     return loss
-
-
-def both(pairs: PairBatch) -> Batch:
-    """Chosen and rejected rows one after the other, so that one pass serves both."""
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), pairs.chosen, pairs.rejected)
 
 
 def preference_loss(
@@ -92,20 +94,17 @@ def preference_loss(
     has_reference = needs_reference(method, reference_free)
 
     def loss(adapters: Stacked, base: Stacked, pairs: PairBatch, keys):
-        # Both answers of a pair drop the same units, as one row of the data.
-        keys = None if keys is None else jnp.concatenate([keys, keys])
         policy = with_adapters(base, adapters, scale, rate=dropout, keys=keys)
-        answers = both(pairs)
-        log_probability = sequence_log_probability(config, policy, answers)
-        targets = answers.mask[:, 1:].sum(axis=1)
+        log_probability = answer_log_probabilities(config, policy, pairs.rows)
+        targets = answers(pairs.rows.mask, pairs.rows.branches)
         tokens = jnp.maximum(targets, 1)
-        reference = jnp.concatenate([pairs.reference_chosen, pairs.reference_rejected]) if has_reference else 0.0
+        reference = jnp.stack([pairs.reference_chosen, pairs.reference_rejected]) if has_reference else 0.0
         ratios = log_probability - reference
-        chosen, rejected = jnp.split(ratios / tokens if kind.average else ratios, 2)
-        real = jnp.minimum(*jnp.split(targets, 2)) > 0
+        chosen, rejected = ratios / tokens if kind.average else ratios
+        real = targets.min(axis=0) > 0
         scaled_beta = beta * jnp.asarray(pairs.beta_scale)
         losses = kind.loss(Pairs(chosen, rejected, real, scaled_beta, label_smoothing, margin))
-        nll = -(log_probability / tokens)[: len(real)]
+        nll = -(log_probability / tokens)[0]
         mixed = pairs.weight * (losses + sft_weight * nll) + (1 - pairs.weight) * nll
 
         def total(rows):
@@ -119,7 +118,7 @@ def preference_loss(
             "reward_rejected": beta * rejected,
         }
         metrics = {name: (total(rows), count) for name, rows in rewards.items()}
-        metrics["cross_entropy"] = (-total(log_probability[: len(real)]), total(targets[: len(real)]))
+        metrics["cross_entropy"] = (-total(log_probability[0]), total(targets[0]))
         return total(mixed), count, metrics
 
     return loss

@@ -9,13 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from compress.align.loss import (
-    both,
-    loss_of,
-    needs_reference,
-    policy_divergence,
-    sequence_log_probability,
-)
+from compress.align.loss import answer_log_probabilities, loss_of, needs_reference, policy_divergence
 from compress.align.mix import Staged
 from compress.align.preference import PREFERENCE_LOSSES
 from compress.align.settings import Align
@@ -108,8 +102,8 @@ class Trainer:
         options = {"columns": common.data.columns, "bad_rows": common.data.bad_rows, "kinds": kinds}
         self.rows, self.valid = training_and_held_out(settings.data, settings.valid, **options)
         self.tokenizer = base.tokenizer
-        reference = jax.jit(lambda base, batch: sequence_log_probability(self.config, base, batch))
-        self.reference = Reference(lambda batch: reference(self.base, batch))
+        reference = jax.jit(lambda base, rows: answer_log_probabilities(self.config, base, rows))
+        self.reference = Reference(lambda rows: reference(self.base, rows))
         self.log_probability = jax.jit(self._log_probability)
 
     def batches(self, rows: Rows, **options: Any) -> Batches:
@@ -166,7 +160,7 @@ class Trainer:
     def validator(self) -> Callable[[Stacked], dict[str, float]]:
         """Held-out loss and metrics, and the exact KL(policy || reference) a token."""
         measure = validator(loss_of(self.settings, self.config, self.scale, dropout=0.0), self.base, self.checks)
-        rows = [both(batch) if isinstance(batch, PairBatch) else batch for batch in self.checks]
+        rows = [batch.rows if isinstance(batch, PairBatch) else batch for batch in self.checks]
 
         @jax.jit
         def divergence(adapters: Stacked, base: Stacked, batch: Batch):
@@ -197,8 +191,8 @@ class Trainer:
         tell(event)
         return None
 
-    def _log_probability(self, adapters: Stacked, base: Stacked, batch: Batch):
-        return sequence_log_probability(self.config, with_adapters(base, adapters, self.scale), batch)
+    def _log_probability(self, adapters: Stacked, base: Stacked, rows: Batch):
+        return answer_log_probabilities(self.config, with_adapters(base, adapters, self.scale), rows)
 
     def score_pairs(self, adapters: Stacked) -> dict[str, list[float]]:
         """Log-probabilities of the held-out pairs' answers under policy and reference; nothing for SFT."""
@@ -206,10 +200,11 @@ class Trainer:
             return {}
         scores: dict[str, list[float]] = {}
         for pairs in self.checks:
-            real = np.asarray(pairs.chosen.mask.sum(1) > 0)
+            real = np.asarray(pairs.rows.mask.sum(1) > 0)
+            chosen, rejected = self.log_probability(adapters, self.base, pairs.rows)
             columns = {
-                "chosen": self.log_probability(adapters, self.base, pairs.chosen),
-                "rejected": self.log_probability(adapters, self.base, pairs.rejected),
+                "chosen": chosen,
+                "rejected": rejected,
                 "reference_chosen": pairs.reference_chosen,
                 "reference_rejected": pairs.reference_rejected,
             }

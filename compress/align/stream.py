@@ -17,7 +17,7 @@ class Reference:
     """The reference's log-probabilities of pairs, computed once a pair and kept."""
 
     def __init__(self, log_probability: Callable[[Batch], jax.Array]):
-        """`log_probability` gives a row's."""
+        """`log_probability` gives those of the chosen and of the rejected answers, [2, B]."""
         self.log_probability = log_probability
         self.kept: dict[bytes, tuple[float, float]] = {}
 
@@ -25,7 +25,7 @@ class Reference:
         """The same batch with the reference's columns."""
         keys = fingerprints(pairs)
         if any(key not in self.kept for key in keys):
-            chosen, rejected = (np.asarray(self.log_probability(side)) for side in (pairs.chosen, pairs.rejected))
+            chosen, rejected = np.asarray(self.log_probability(pairs.rows))
             self.kept |= {key: (float(chosen[i]), float(rejected[i])) for i, key in enumerate(keys)}
         columns = np.array([self.kept[key] for key in keys], np.float32)
         return dataclasses.replace(pairs, reference_chosen=columns[:, 0], reference_rejected=columns[:, 1])
@@ -86,8 +86,8 @@ class PairStream:
 
 
 def fingerprints(pairs: PairBatch) -> list[bytes]:
-    """What tells each pair from another: a hash of both rows' tokens, segments and masks."""
-    columns = [
-        np.asarray(x) for side in (pairs.chosen, pairs.rejected) for x in (side.tokens, side.segments, side.mask)
-    ]
-    return [hashlib.sha256(b"".join(x[row].tobytes() for x in columns)).digest() for row in range(len(columns[0]))]
+    """What tells each pair from another: a hash of all of its row but the padding."""
+    rows = pairs.rows
+    columns = [np.asarray(x) for x in (rows.tokens, rows.positions, rows.branches, rows.mask)]
+    lengths = (np.asarray(rows.segments) > 0).sum(1)
+    return [hashlib.sha256(b"".join(x[b, :n].tobytes() for x in columns)).digest() for b, n in enumerate(lengths)]

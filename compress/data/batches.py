@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 
 from compress.data.examples import Example, example, fit, fit_pair, pair
-from compress.data.pack import batch_of, pack, pair_batch_of, pieces
+from compress.data.pack import batch_of, pack, pair_batch_of, pieces, shared_length
 from compress.data.rows import START, Quarantine, Row, Rows
 from compress.errors import DataError
 from compress.tokenizer import Tokenizer
 
 BUFFER = 1 << 24  # tokens
+ROUND = 8  # tokens; so that rows of the next buffer are likely to need no other program
 # Why a row is of no use, before its length.
 NO_TARGET, EQUAL = "no target left in", "both answers are the same in"
 
@@ -162,7 +163,7 @@ class Batches:
         order = order[: max(1, round(self.sample * len(order)))]
         if not self.shuffle:
             order.sort()
-        plan = self._arrange([items[i] for i in order])
+        plan = self._arrange(items, order)
         if self.shuffle:  # packing puts the long ones first
             plan = [plan[i] for i in generator.permutation(len(plan))]
         self._plan = plan
@@ -206,9 +207,9 @@ class Batches:
         fitted = fit(sample, self.length, room=self.room, bos_id=self._bos_id)
         return NO_TARGET if fitted is None else [fitted]
 
-    def _arrange(self, items: list) -> list:
-        """The rows of the batches to come."""
-        return [[items[i] for i in row] for row in pack([len(item) for item in items], self.length)]
+    def _arrange(self, items: list, order: np.ndarray) -> list:
+        """The rows of the batches to come, of those of the buffer's items that `order` names."""
+        return [[items[order[i]] for i in row] for row in pack([len(items[i]) for i in order], self.length)]
 
     def _assemble(self, chosen: list) -> Any:
         self.tokens += sum(len(sample) for row in chosen for sample in row)
@@ -217,7 +218,11 @@ class Batches:
 
 
 class PairBatches(Batches):
-    """Batches of `size` preference pairs, a pair a row, padded at the right; else as `Batches`."""
+    """Batches of `size` preference pairs, a pair a row, padded at the right; else as `Batches`.
+
+    `length` bounds the prompt with either answer. A row holds both: rows are as long as the longest of the buffer,
+    rounded up to a multiple of `ROUND`, and never longer than two examples.
+    """
 
     def _items(self, row: Row) -> list | str:
         fitted = fit_pair(*pair(row, self.tokenizer), length=self.length, room=self.room, bos_id=self._bos_id)
@@ -225,13 +230,15 @@ class PairBatches(Batches):
             return NO_TARGET
         return EQUAL if np.array_equal(fitted[0].tokens, fitted[1].tokens) else [fitted]
 
-    def _arrange(self, items: list) -> list:
-        return items
+    def _arrange(self, items: list, order: np.ndarray) -> list:
+        longest = max((shared_length(*item) for item in items), default=0)
+        self.row_length = min(-(-longest // ROUND) * ROUND, 2 * self.length)
+        return [items[i] for i in order]
 
     def _assemble(self, chosen: list) -> Any:
-        self.tokens += sum(map(_tokens, chosen))
-        self.slots += 2 * self.size * self.length
-        return pair_batch_of(chosen, self.size, self.length, self.tokenizer.pad_id or 0)
+        self.tokens += sum(shared_length(*item) for item in chosen)
+        self.slots += self.size * self.row_length
+        return pair_batch_of(chosen, self.size, self.row_length, self.tokenizer.pad_id or 0)
 
 
 def _tokens(item: Example | tuple[Example, Example]) -> int:

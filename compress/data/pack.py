@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from compress.data.batch import Batch, PairBatch
+from compress.data.batch import CHOSEN, REJECTED, Batch, PairBatch
 from compress.data.examples import Example
 
 
@@ -71,14 +71,38 @@ def batch_of(rows: Sequence[Sequence[Example]], size: int, length: int, pad_id: 
     return Batch(tokens, segments, positions, mask)
 
 
+def trunk(chosen: Example, rejected: Example) -> int:
+    """How many tokens of a pair are computed once: those that both begin with, before any target, less the last.
+
+    The last begins each branch, so that every answer is predicted from the token before it.
+    """
+    end = min(int(chosen.mask.argmax()), int(rejected.mask.argmax()))
+    other = np.flatnonzero(chosen.tokens[:end] != rejected.tokens[:end])
+    return max((int(other[0]) if len(other) else end) - 1, 0)
+
+
+def shared_length(chosen: Example, rejected: Example) -> int:
+    """Tokens of a pair's row; at most those of both examples."""
+    return len(chosen) + len(rejected) - trunk(chosen, rejected)
+
+
 def pair_batch_of(pairs: Sequence[tuple[Example, Example]], size: int, length: int, pad_id: int = 0) -> PairBatch:
-    """A batch of pairs, one a row, padded at the right; missing rows are all padding."""
+    """A batch of pairs [size, length], one a row, padded at the right; missing rows are all padding."""
+    tokens = np.full((size, length), pad_id, np.int32)
+    segments, positions, branches = np.zeros((3, size, length), np.int32)
+    mask = np.zeros((size, length), np.float32)
+    for b, (chosen, rejected) in enumerate(pairs):
+        at = trunk(chosen, rejected)
+        tokens[b, :at], positions[b, :at] = chosen.tokens[:at], np.arange(at)
+        first = at
+        for branch, sample in ((CHOSEN, chosen), (REJECTED, rejected)):
+            here = slice(at, at + len(sample) - first)
+            tokens[b, here] = sample.tokens[first:]
+            positions[b, here] = np.arange(first, len(sample))
+            branches[b, here] = branch
+            mask[b, here] = sample.mask[first:]
+            mask[b, at] = 0
+            at = here.stop
+        segments[b, :at] = 1
     zero, one = np.zeros(size, np.float32), np.ones(size, np.float32)
-    return PairBatch(
-        batch_of([[chosen] for chosen, _ in pairs], size, length, pad_id),
-        batch_of([[rejected] for _, rejected in pairs], size, length, pad_id),
-        zero,
-        zero.copy(),
-        one,
-        one.copy(),
-    )
+    return PairBatch(Batch(tokens, segments, positions, mask, branches), zero, zero.copy(), one, one.copy())

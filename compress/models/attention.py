@@ -58,13 +58,19 @@ def visible(
     segments: Int[Array | np.ndarray, "B T"],
     key_positions: Int[Array | np.ndarray, "B S"],
     key_segments: Int[Array | np.ndarray, "B S"],
+    branches: Int[Array | np.ndarray, "B T"] | None = None,
 ) -> Bool[Array, "B T S"]:
     """A token sees those of its own segment that are not behind it in position; segment 0 is padding.
 
-    Padding sees padding, so that no row of the softmax is empty.
+    Padding sees padding, so that no row of the softmax is empty. With `branches`, whose keys are the queries' own
+    tokens, a token sees of its segment the trunk (0) and its own branch.
     """
-    same = segments[:, :, None] == key_segments[:, None, :]
-    return jnp.asarray(same & (key_positions[:, None, :] <= positions[:, :, None]))
+    seen = segments[:, :, None] == key_segments[:, None, :]
+    seen &= key_positions[:, None, :] <= positions[:, :, None]
+    if branches is not None:
+        theirs = branches[:, None, :]
+        seen &= (theirs == 0) | (theirs == branches[:, :, None])
+    return jnp.asarray(seen)
 
 
 def attention_scores(

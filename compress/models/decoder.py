@@ -245,14 +245,17 @@ def hidden_states(
     *,
     positions: Int[Array | np.ndarray, "B T"] | None = None,
     segments: Int[Array | np.ndarray, "B T"] | None = None,
+    branches: Int[Array | np.ndarray, "B T"] | None = None,
     remat: bool = False,
 ) -> Float[Array, "B T D"]:
     """Hidden states after the final norm, in the dtype of the final norm's weight.
 
     Tokens attend causally within equal `segments` (default: one segment a row); 0 is padding. `positions` default to
-    0 .. T-1. With `remat` the backward pass recomputes each block instead of keeping its insides.
+    0 .. T-1, `branches` to none (`compress.data.batch.Batch`). With `remat` the backward pass recomputes each block
+    instead of keeping its insides.
     """
-    return tapped_states(config, stacked, tokens, None, positions=positions, segments=segments, remat=remat)[0]
+    view = {"positions": positions, "segments": segments, "branches": branches}
+    return tapped_states(config, stacked, tokens, None, **view, remat=remat)[0]
 
 
 def tapped_states(
@@ -263,6 +266,7 @@ def tapped_states(
     *,
     positions: Int[Array | np.ndarray, "B T"] | None = None,
     segments: Int[Array | np.ndarray, "B T"] | None = None,
+    branches: Int[Array | np.ndarray, "B T"] | None = None,
     remat: bool = False,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """`hidden_states`, and what the tap read of its layers, with a leading axis over them."""
@@ -270,7 +274,7 @@ def tapped_states(
     positions = jnp.broadcast_to(jnp.arange(time), (batch, time)) if positions is None else positions
     segments = jnp.ones((batch, time), jnp.int32) if segments is None else segments
     x = embed(config, stacked, tokens, stacked.rest[FINAL_NORM].dtype)
-    view = (positions, positions, visible(positions, segments, positions, segments))
+    view = (positions, positions, visible(positions, segments, positions, segments, branches))
     x, _, tapped = run_layers(config, stacked, x, view, remat=remat, tap=tap)
     return final_norm(config, stacked, x), tapped
 
