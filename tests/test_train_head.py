@@ -105,6 +105,24 @@ def test_losses_by_token_pass_on_the_gradient_of_any_function_of_them(cap, batch
     close(d_hidden, (gradient * (mask * outer)[..., None]) @ weight)
 
 
+@settings(max_examples=8, deadline=None)
+@given(counts=st.tuples(*[st.integers(0, 9)] * 2), size=st.integers(1, 9), seed=st.integers(0, 99))
+def test_no_more_chunks_are_computed_than_the_fullest_row_has_targets_for(counts, size, seed):
+    hidden, weight, target, _ = map(jnp.asarray, problem(seed, 2, 9))
+    draw = np.random.default_rng(seed)
+    mask = np.stack([draw.permutation(np.arange(9) < count) for count in counts]).astype(np.float32)
+    computed = []
+
+    def context(frozen, inputs):
+        jax.debug.callback(lambda: computed.append(1))
+        return inputs
+
+    head = HeadLoss(partial(project, cap=None), cross_entropy, context, 2 * size)
+    jax.block_until_ready(head_tokens(head, hidden, weight, None, (target,), jnp.asarray(mask)))
+    jax.effects_barrier()
+    assert len(computed) == -(-max(counts) // size)
+
+
 @pytest.mark.parametrize("chunk", [4, 512])
 def test_what_is_behind_the_mask_reaches_neither_the_sum_nor_a_gradient(chunk):
     hidden, weight, target, mask = map(jnp.asarray, problem(3, 2, 7))

@@ -61,10 +61,16 @@ def _join(leaf: Array, time: int) -> Array:
     return moved.reshape(moved.shape[0], -1, *moved.shape[3:])[:, :time]
 
 
+def _take(order: Array, leaf: Array) -> Array:
+    """Each row's tokens in that order."""
+    return jnp.take_along_axis(leaf, order.reshape(order.shape + (1,) * (leaf.ndim - 2)), axis=1)
+
+
 def _chunks(head: HeadLoss, hidden, weight, frozen, inputs, mask, gradient: str):
     """Scan the chunks: masked losses and metrics [B, T], d(sum of losses)/d(hidden), d(...)/d(weight).
 
-    `gradient` is "none", "hidden" or "both".
+    Each row's targets are put first, and chunks that are left without one are passed over. `gradient` is "none",
+    "hidden" or "both".
     """
 
     def masked_sum(h, w, context, m):
@@ -74,7 +80,7 @@ def _chunks(head: HeadLoss, hidden, weight, frozen, inputs, mask, gradient: str)
         values = keep(values)
         return values.sum(), (values, jax.tree.map(keep, metrics))
 
-    def body(total, chunk):
+    def compute(total, chunk):
         *arrays, m = chunk
         # The gradient is a product whatever the mask (0 * NaN), so what a masked token holds must not come so far.
         h, inputs = jax.tree.map(lambda x: jnp.where(m.reshape(m.shape + (1,) * (x.ndim - 2)) > 0, x, 0), arrays)
@@ -87,11 +93,20 @@ def _chunks(head: HeadLoss, hidden, weight, frozen, inputs, mask, gradient: str)
             total = total + grads[1].astype(jnp.float32)
         return total, (out, grads[0])
 
-    chunks, time = _split(head, hidden, (hidden, inputs, mask))
+    def skip(total, chunk):
+        _, out = jax.eval_shape(compute, total, chunk)
+        return total, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), out)
+
+    def body(total, chunk):
+        return jax.lax.cond((chunk[-1] > 0).any(), compute, skip, total, chunk)
+
+    order = jnp.argsort(mask <= 0, axis=1, stable=True)
+    chunks, time = _split(head, hidden, jax.tree.map(partial(_take, order), (hidden, inputs, mask)))
     start = jnp.zeros(weight.shape, jnp.float32) if gradient == "both" else None
-    d_weight, (out, d_hidden) = jax.lax.scan(body, start, chunks)
-    values, metrics = jax.tree.map(partial(_join, time=time), out)
-    return values, metrics, None if d_hidden is None else _join(d_hidden, time), d_weight
+    d_weight, out = jax.lax.scan(body, start, chunks)
+    back = partial(_take, jnp.argsort(order, axis=1))
+    (values, metrics), d_hidden = jax.tree.map(lambda leaf: back(_join(leaf, time)), out)
+    return values, metrics, d_hidden, d_weight
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
