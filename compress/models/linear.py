@@ -82,8 +82,12 @@ class Dropout:
     rate: float
 
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T I"]:
-        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, x.shape[1:]))(self.keys)
-        return jnp.where(keep, x / (1 - self.rate), 0)
+        # A draw takes 16 bits, so that a word of the generator, which is what dropout costs, makes two.
+        size = x[0].size
+        words = jax.vmap(lambda key: jax.random.bits(key, (-(-size // 2),), jnp.uint32))(self.keys)
+        draws = jax.lax.bitcast_convert_type(words, jnp.uint16).reshape(len(x), -1)[:, :size].reshape(x.shape)
+        least = round(self.rate * 2**16)
+        return jnp.where(draws >= least, x / (1 - least / 2**16), 0)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["quantize"])
