@@ -106,6 +106,9 @@ STAGES = {
     ),
 }
 
+TRAINING = ("distill", "align")  # the stages that spread over a mesh
+MESH_FLAGS = ("fsdp", "tensor")
+
 RUN_HELP = "Run a recipe's stages, but none that is done and unchanged."
 RUN_EXAMPLES = (
     "compress run recipes/quickstart.toml",
@@ -163,7 +166,8 @@ def _stage_parameters(name: str) -> list[click.Parameter]:
     stage, table = STAGES[name], keys(Recipe)[name].table
     assert table is not None
     recipe = click.Option(["--recipe"], type=click.Path(path_type=Path), help=f"Recipe whose [{name}] table to use.")
-    return [*options_for(table), *_data_parameters(name), *_out_parameters(stage.out), recipe, *_common_parameters()]
+    beside = [*_data_parameters(name), *_mesh_parameters(name), *_out_parameters(stage.out)]
+    return [*options_for(table), *beside, recipe, *_common_parameters()]
 
 
 def _plan_parameters() -> list[click.Parameter]:
@@ -182,6 +186,15 @@ def _data_parameters(name: str) -> list[click.Parameter]:
     from compress.settings import Data
 
     return options_for(Data) if name in ("distill", "align", "quantize", "eval") else []
+
+
+def _mesh_parameters(name: str) -> list[click.Parameter]:
+    """The axes of the mesh but `data`, which is what is left of the devices, and whose flag names files."""
+    from compress.keys import keys
+    from compress.options import option_for
+    from compress.settings import MeshShape
+
+    return [option_for(keys(MeshShape)[axis]) for axis in MESH_FLAGS] if name in TRAINING else []
 
 
 def _out_parameters(metavar: str | None) -> list[click.Parameter]:
@@ -211,7 +224,7 @@ def _run_stage(name: str, /, **given: Any) -> int:
 
     stage, table = STAGES[name], keys(Recipe)[name].table
     assert table is not None
-    flags = {name: (f"compress {name}", {})} | given_flags(table, name, given) | _data_flags(name, given)
+    flags = {name: (f"compress {name}", {})} | given_flags(table, name, given) | _beside_flags(name, given)
     recipe = _load(given["recipe"], given, flags)
     settings = getattr(recipe, name)
     for key in keys(table).values():
@@ -244,11 +257,13 @@ def _run_recipe(function: str, /, **given: Any) -> int:
     return _finish(_function(function)(recipe, common), given["as_json"])
 
 
-def _data_flags(name: str, given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+def _beside_flags(name: str, given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+    """What was typed of the tables [data] and [mesh]."""
     from compress.options import given_flags
-    from compress.settings import Data
+    from compress.settings import Data, MeshShape
 
-    return given_flags(Data, "data", given) if _data_parameters(name) else {}
+    flags = given_flags(Data, "data", given) if _data_parameters(name) else {}
+    return flags | given_flags(MeshShape, "mesh", {axis: given.get(axis) for axis in MESH_FLAGS})
 
 
 def _load(path: Path | None, given: dict[str, Any], flags: dict[str, tuple[str, Any]]) -> "Recipe":
@@ -271,7 +286,7 @@ def _common(recipe: "Recipe", out: Path | None, force: bool, uses_jax: bool = Tr
         keep_compiled()
         device = choose_device(recipe.device, progress)
         dtype = choose_dtype(recipe.dtype, device)
-    return Common(recipe.seed, dtype, device, out, force, progress, recipe.data)
+    return Common(recipe.seed, dtype, device, out, force, progress, recipe.data, recipe.mesh)
 
 
 def _function(name: str) -> Callable[..., dict[str, Any]]:

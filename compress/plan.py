@@ -58,7 +58,7 @@ from compress.settings import Common, Eval, Export
 from compress.train.checkpoints import KEEP
 from compress.train.course import VALIDATION_BATCHES, mesh_of_devices
 from compress.train.mesh import batch_sharding, weight_shardings
-from compress.train.step import FitSettings, LossFn, make_step
+from compress.train.step import FitSettings, LossFn, make_step, rows_across
 from export.quantized import QuantizedTensor, QuantSpec
 
 GB = 1e9
@@ -132,7 +132,7 @@ class Plan:
         self.settings, self.folder, self.common = work.settings, work.folder, common
         self.stages = work.stages
         self.dtype = jnp.dtype(common.dtype)
-        self.mesh = mesh_of_devices()
+        self.mesh = mesh_of_devices(common.mesh)
         self.teacher: DecoderConfig | None = None
         if "distill" in self.stages:
             self.teacher = architecture(self.settings["distill"].teacher)
@@ -175,7 +175,7 @@ class Plan:
         if not isinstance(settings, Distill | Align):
             key = {"quantize": "calibration_tokens", "eval": "window"}.get(name)
             return f"lower {key}, or take a smaller model" if key else "take a smaller model"
-        share = settings.global_batch // jax.device_count()
+        share = settings.global_batch // rows_across(self.mesh)
         now = settings.per_device_batch or share
         for rows in (rows for rows in range(now - 1, 0, -1) if share % rows == 0):
             need = self.need(name, per_device_batch=rows)

@@ -6,7 +6,7 @@ from dataclasses import field
 from compress.align.settings import Align
 from compress.distill.settings import Distill
 from compress.quantize.settings import Quantize
-from compress.settings import Data, Device, Dtype, Eval, Export, Gate, Generate, Verify
+from compress.settings import Data, Device, Dtype, Eval, Export, Gate, Generate, MeshShape, Verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Recipe:
     )
     device: Device = field(default="auto", metadata={"help": "What to run on; auto takes the best there is."})
     data: Data = field(default_factory=Data, metadata={"help": "How rows of all data files are read."})
+    mesh: MeshShape = field(default_factory=MeshShape, metadata={"help": "How training spreads over the devices."})
     distill: Distill | None = None
     align: Align | None = None
     quantize: Quantize | None = None

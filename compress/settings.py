@@ -26,6 +26,19 @@ class Data:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """How many devices a training stage spreads over, along each axis of its mesh."""
+
+    data: int | None = field(
+        default=None, metadata={"help": "Devices that each see other rows; what is left if not given.", "min": 1}
+    )
+    fsdp: int = field(
+        default=1, metadata={"help": "Devices that see other rows and hold a share of every weight.", "min": 1}
+    )
+    tensor: int = field(default=1, metadata={"help": "Devices that share heads and channels of a row.", "min": 1})
+
+
+@dataclasses.dataclass(frozen=True)
 class Common:
     """What a stage is told beside its settings.
 
@@ -37,6 +50,7 @@ class Common:
       force: whether `out` may be replaced.
       progress: where a stage tells how far it is.
       data: how rows are read.
+      mesh: how the devices are used in training.
     """
 
     seed: int = 0
@@ -46,6 +60,7 @@ class Common:
     force: bool = False
     progress: Progress = field(default_factory=Progress)
     data: Data = field(default_factory=Data)
+    mesh: MeshShape = field(default_factory=MeshShape)
 
 
 @dataclasses.dataclass(frozen=True)

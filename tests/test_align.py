@@ -323,7 +323,7 @@ def aligned(folders, data, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for base in ("float", "quantized"):
             if base == "quantized":
-                patch.setattr("compress.align.stage.mesh_of_devices", lambda: None)
+                patch.setattr("compress.align.stage.mesh_of_devices", lambda shape: None)
             for method in ("dpo", "sft"):
                 out = root / f"{base}-{method}"
                 done[base, method] = (out, *align(folders / base, data, out, method))
@@ -421,7 +421,7 @@ def test_a_method_without_a_reference_asks_for_none(folders, data):
 
 
 def test_a_staged_mix_begins_with_sft_and_says_what_pairs_weigh(folders, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda: None)
+    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda shape: None)
     asked = []
     fill = Reference.fill
     monkeypatch.setattr(Reference, "fill", lambda self, pairs: asked.append(1) or fill(self, pairs))
@@ -438,7 +438,7 @@ def test_a_staged_mix_begins_with_sft_and_says_what_pairs_weigh(folders, data, t
 
 
 def test_adapters_that_land_are_scored_as_rounding_to_nearest_leaves_them(folders, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda: None)
+    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda shape: None)
     _, trace = align(folders / "quantized", data, tmp_path / "out", "dpo", landing="fake_quantize", dropout=0.0)
     assert trace["validations"][-1]["loss"] < 0.8 * trace["validations"][0]["loss"]
     scores = json.loads((tmp_path / "out" / "preference.json").read_text())
@@ -490,7 +490,7 @@ def test_rows_of_another_kind_are_refused_by_line_and_nothing_is_written(folders
 @pytest.mark.parametrize("options", [{}, {"mix": "staged", "valid_every": 2}], ids=["dpo", "staged"])
 def test_an_alignment_that_is_killed_ends_as_one_that_was_not(folders, data, tmp_path, monkeypatch, options):
     """The reference's values are the first ones, though other batches would have computed them."""
-    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda: None)
+    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda shape: None)
     options = {"save_every": 3, "kl_limit": 0.0, **options}
     align(folders / "quantized", data, tmp_path / "whole", "dpo", **options)
 
@@ -513,7 +513,7 @@ def test_an_alignment_that_is_killed_ends_as_one_that_was_not(folders, data, tmp
 
 
 def test_a_policy_too_far_from_its_reference_stops_or_is_pulled_back(folders, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda: None)
+    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda shape: None)
     options = {"valid_every": 1, "kl_limit": 0.01, "learning_rate": 2e-3}
     facts, trace = align(folders / "quantized", data, tmp_path / "stopped", "dpo", **options)
     (event,) = trace["events"]

@@ -360,7 +360,7 @@ def test_equal_widths_need_no_projection():
 
 
 def test_the_command_trains_projections_and_leaves_them_out_of_the_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(stage, "mesh_of_devices", lambda: None)
+    monkeypatch.setattr(stage, "mesh_of_devices", lambda shape: None)
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "teacher")
     write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in rows(40, 1)])

@@ -21,7 +21,7 @@ STAGES = ["distill", "align", "quantize", "export", "eval"]
 @pytest.fixture(scope="module", autouse=True)
 def _one_device():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "mesh_of_devices", lambda: None)
+        patch.setattr(plan, "mesh_of_devices", lambda shape: None)
         patch.setattr(jax, "device_count", lambda: 1)
         yield
 

@@ -23,7 +23,7 @@ def run_folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         # The mesh has tests of its own; to compile for one device is quicker.
         for stage in ("distill", "align"):
-            patch.setattr(f"compress.{stage}.stage.mesh_of_devices", lambda: None)
+            patch.setattr(f"compress.{stage}.stage.mesh_of_devices", lambda shape: None)
         assert main(["run", str(RECIPE), "--out", str(folder), "--device", "cpu", *sets]) == 0
     return folder
 

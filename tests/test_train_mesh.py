@@ -1,6 +1,7 @@
 """Training on eight simulated devices is training on one; and where weights lie."""
 
 import dataclasses
+import shutil
 from functools import cache, partial
 
 import jax
@@ -13,12 +14,17 @@ from jax.sharding import PartitionSpec as P
 from compress.align.loss import preference_loss
 from compress.distill.loss import distillation_loss
 from compress.errors import RecipeError
+from compress.models import decoder, read_config
 from compress.models.decoder import Stacked
+from compress.settings import MeshShape
+from compress.train.checkpoints import Checkpoints
+from compress.train.course import mesh_of_devices
 from compress.train.fit import fit
 from compress.train.mesh import AXES, batch_sharding, fit_spec, make_mesh, place, weight_shardings
 from compress.train.step import FitSettings, make_optimizer
 from export.quantized import QuantizedTensor, QuantSpec
 from tests import tiny_training as tiny
+from tests.goldens.make_models import draw
 
 PLAN = FitSettings(steps=3, learning_rate=1e-2, warmup_steps=1, global_batch=8)
 
@@ -45,28 +51,94 @@ def on_one_device(train):
     return train(None)
 
 
-def assert_same_run(train, mesh, plan=PLAN):
-    weights, trace = train(mesh, plan)
-    expected_weights, expected = on_one_device(train)
+def assert_same_trace(trace, expected):
     assert {name for row in expected.steps for name in row} >= {"loss", "gradient_norm", "count", "seconds"}
     for ours, theirs in zip(trace.steps, expected.steps, strict=True):
         for name in theirs.keys() - {"seconds"}:
             assert ours[name] == pytest.approx(theirs[name], rel=2e-4, abs=2e-5), name
+
+
+def assert_same_run(train, mesh, plan=PLAN):
+    weights, trace = train(mesh, plan)
+    expected_weights, expected = on_one_device(train)
+    assert_same_trace(trace, expected)
     # Adam divides by the gradient's size, so that a gradient near zero makes rounding visible: hence not tighter.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-3), weights, expected_weights)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 1), (2, 2, 2)], ids=str)
-def test_distillation_on_a_mesh_has_the_loss_trace_of_one_device(shape):
-    assert_same_run(distil, make_mesh(*shape))
+SHAPES = [(2, 4, 1), (2, 2, 2), (4, 1, 2), (8, 1, 1), (1, 8, 1)]
 
 
-def test_dpo_on_a_mesh_has_the_loss_trace_of_one_device():
-    assert_same_run(dpo, make_mesh(2, 4, 1))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("train", [distil, dpo])
+def test_training_on_a_mesh_has_the_loss_trace_of_one_device(train, shape):
+    assert_same_run(train, make_mesh(*shape))
 
 
 def test_dpo_in_parts_on_a_mesh_has_the_loss_trace_of_one_device():
     assert_same_run(dpo, make_mesh(1, 2, 4), dataclasses.replace(PLAN, per_device_batch=2))
+
+
+def distil_from_three_heads(mesh, plan=PLAN):
+    """The student's heads divide by `tensor`, the teacher's do not; nor does its vocabulary."""
+    config = read_config(tiny.TEACHER_HF | {"num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": 99})
+    teacher = decoder.stack(config, draw(decoder.shapes(config), 4))
+    loss = distillation_loss(tiny.STUDENT, config, chunk=32)
+    return fit(loss, tiny.student(), teacher, map(tiny.batch, range(3)), plan, mesh=mesh)
+
+
+def test_a_teacher_that_divides_otherwise_than_its_student_teaches_the_same():
+    assert_same_run(distil_from_three_heads, make_mesh(2, 1, 4))
+
+
+class Samples:
+    """Batches that know where they are, and which of them were handed out."""
+
+    def __init__(self):
+        self.number, self.handed = 0, []
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.handed.append(self.number)
+        self.number += 1
+        return tiny.batch(self.handed[-1])
+
+    def state(self):
+        return {"number": self.number}
+
+    def restore(self, state):
+        self.number = state["number"]
+
+
+def distil_on(mesh, folder, samples, on_step=lambda step, row: None):
+    plan = dataclasses.replace(PLAN, save_every=1)
+    loss = distillation_loss(tiny.STUDENT, tiny.TEACHER, chunk=32)
+    checkpoints = Checkpoints(folder, {})
+    try:
+        args = loss, tiny.student(), tiny.teacher(), samples, plan
+        return fit(*args, mesh=mesh, on_step=on_step, checkpoints=checkpoints)
+    finally:
+        checkpoints.close()
+
+
+def test_a_run_goes_on_where_it_was_on_another_mesh_and_on_one_device(tmp_path):
+    def kill(step, row):
+        if step == 2:
+            raise KeyboardInterrupt
+
+    first = Samples()
+    with pytest.raises(KeyboardInterrupt):
+        distil_on(make_mesh(8, 1, 1), tmp_path / "eight", first, kill)
+    shutil.copytree(tmp_path / "eight", tmp_path / "one")
+    expected_weights, expected = distil_on(None, tmp_path / "whole", Samples())
+    for folder, mesh in (("eight", make_mesh(2, 4, 1)), ("one", None)):
+        samples = Samples()
+        weights, trace = distil_on(mesh, tmp_path / folder, samples)
+        assert samples.handed == [1, 2]
+        assert_same_trace(trace, expected)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-3), weights, expected_weights)
 
 
 def test_trained_weights_and_the_optimizer_s_state_lie_on_the_mesh():
@@ -160,3 +232,14 @@ def test_data_takes_the_devices_that_are_left():
 def test_a_mesh_that_does_not_fit_the_devices_is_refused(shape):
     with pytest.raises(RecipeError, match=r"does not fit 8 devices"):
         make_mesh(*shape)
+
+
+def test_settings_name_a_mesh_and_what_is_left_is_data():
+    assert mesh_of_devices(MeshShape(fsdp=4)).shape == {"data": 2, "fsdp": 4, "tensor": 1}
+    with pytest.raises(RecipeError, match="mesh 1 x 2 x 1 .* does not fit 8 devices"):
+        mesh_of_devices(MeshShape(data=1, fsdp=2))
+
+
+def test_a_batch_that_does_not_divide_over_the_mesh_is_refused():
+    with pytest.raises(RecipeError, match="global_batch = 8 is not a multiple of per_device_batch x devices = 24"):
+        distil(make_mesh(2, 4, 1), dataclasses.replace(PLAN, per_device_batch=3))

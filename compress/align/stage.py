@@ -29,6 +29,7 @@ from compress.settings import Common
 from compress.train.checkpoints import Checkpoints
 from compress.train.course import fit_settings, held_out, mesh_of_devices, open_checkpoints, reporter, teller, validator
 from compress.train.fit import fit
+from compress.train.mesh import place, place_rows, replicated
 from compress.train.step import mean_of
 from compress.train.trace import Trace
 from export.atomic import atomic_folder
@@ -93,7 +94,9 @@ class Trainer:
         self.scale = SCALINGS[settings.scaling](settings.alpha, settings.rank)
         adapters = init_adapters(base.config, jax.random.key(common.seed), settings.rank)
         stacked = stack(base.config, cast(base.weights, common.dtype) | adapters)
-        self.adapters, self.base = partition(stacked, is_adapter)
+        self.adapters, frozen = partition(stacked, is_adapter)
+        self.mesh = mesh_of_devices(common.mesh)
+        self.base = place(self.mesh, frozen)
         if settings.landing == "fake_quantize":
             self.base = with_landing(self.base, fake_quantize)
         self.is_preference = settings.method != "sft"
@@ -102,9 +105,10 @@ class Trainer:
         options = {"columns": common.data.columns, "bad_rows": common.data.bad_rows, "kinds": kinds}
         self.rows, self.valid = training_and_held_out(settings.data, settings.valid, **options)
         self.tokenizer = base.tokenizer
-        reference = jax.jit(lambda base, rows: answer_log_probabilities(self.config, base, rows))
-        self.reference = Reference(lambda rows: reference(self.base, rows))
-        self.log_probability = jax.jit(self._log_probability)
+        readable = replicated(self.mesh)
+        reference = jax.jit(partial(answer_log_probabilities, self.config), out_shardings=readable)
+        self.reference = Reference(lambda rows: reference(self.base, place_rows(self.mesh, rows)))
+        self.log_probability = jax.jit(self._log_probability, out_shardings=readable)
 
     def batches(self, rows: Rows, **options: Any) -> Batches:
         """Batches of the method's kind."""
@@ -128,10 +132,10 @@ class Trainer:
     def train(self, checkpoints: Checkpoints | None = None):
         """The trained adapters and their trace."""
         batches = self.batches(self.rows, sample=self.settings.sample)
+        plan = fit_settings(self.settings, batches, self.common.seed, self.mesh)
         self.checks = held_out(partial(self.batches, self.valid), self.settings)
         if self.is_preference:
             self.checks = [self.reference.fill(pairs) for pairs in self.checks]
-        plan = fit_settings(self.settings, batches, self.common.seed)
         stage, counted = f"align ({self.settings.method})", "pairs" if self.is_preference else "tokens"
         stream = self.stream(batches)
         tell = teller(self.common.progress, stage)
@@ -141,7 +145,7 @@ class Trainer:
             self.base,
             stream,
             plan,
-            mesh=mesh_of_devices(),
+            mesh=self.mesh,
             validate=self.validator(),
             watch=partial(self.watch, stream, tell),
             on_step=reporter(self.common.progress, stage, plan.steps, counted),
@@ -159,7 +163,8 @@ class Trainer:
 
     def validator(self) -> Callable[[Stacked], dict[str, float]]:
         """Held-out loss and metrics, and the exact KL(policy || reference) a token."""
-        measure = validator(loss_of(self.settings, self.config, self.scale, dropout=0.0), self.base, self.checks)
+        loss = loss_of(self.settings, self.config, self.scale, dropout=0.0)
+        measure = validator(loss, self.base, self.checks, self.mesh)
         rows = [batch.rows if isinstance(batch, PairBatch) else batch for batch in self.checks]
 
         @jax.jit
@@ -168,7 +173,7 @@ class Trainer:
             return policy_divergence(self.config, policy, base, batch)
 
         def validate(adapters: Stacked) -> dict[str, float]:
-            parts = [divergence(adapters, self.base, batch) for batch in rows]
+            parts = [divergence(adapters, self.base, place_rows(self.mesh, batch)) for batch in rows]
             kl = (sum(float(total) for total, _ in parts), sum(float(count) for _, count in parts))
             found = measure(adapters) | mean_of({"kl_to_reference": kl})
             if self.mix is not None:
@@ -201,7 +206,7 @@ class Trainer:
         scores: dict[str, list[float]] = {}
         for pairs in self.checks:
             real = np.asarray(pairs.rows.mask.sum(1) > 0)
-            chosen, rejected = self.log_probability(adapters, self.base, pairs.rows)
+            chosen, rejected = self.log_probability(adapters, self.base, place_rows(self.mesh, pairs.rows))
             columns = {
                 "chosen": chosen,
                 "rejected": rejected,

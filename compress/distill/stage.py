@@ -24,6 +24,7 @@ from compress.tokenizer import same_tokenizer
 from compress.train.checkpoints import Checkpoints
 from compress.train.course import fit_settings, held_out, mesh_of_devices, open_checkpoints, reporter, teller, validator
 from compress.train.fit import fit
+from compress.train.mesh import place
 from compress.train.trace import Trace
 from export.atomic import atomic_folder
 
@@ -89,14 +90,15 @@ def distill(
     tokenizer = teacher.tokenizer
     batches = Batches(rows, tokenizer, **shape)
     checks = held_out(partial(Batches, valid, tokenizer, **shape), settings)
-    plan = fit_settings(settings, batches, common.seed)
+    mesh = mesh_of_devices(common.mesh)
+    plan = fit_settings(settings, batches, common.seed, mesh)
 
     loss = loss_of(settings, student.config, teacher.config, dtype)
     stream: Batches | TemperedBatches = batches
     if settings.temperature_end is not None:
         ends = settings.temperature, settings.temperature_end
         stream = TemperedBatches(batches, temperatures(settings.temperature_schedule, *ends, plan.steps))
-    frozen = jax.tree.map(lambda leaf: leaf.astype(dtype), stack(teacher.config, teacher.weights))
+    frozen = place(mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), stack(teacher.config, teacher.weights)))
     trainable = stack(student.config, student.dequantized().weights)
     if matching is not None:
         projections = matching.projections(jax.random.key(common.seed))
@@ -107,8 +109,8 @@ def distill(
         frozen,
         stream,
         plan,
-        mesh=mesh_of_devices(),
-        validate=validator(loss, frozen, checks),
+        mesh=mesh,
+        validate=validator(loss, frozen, checks, mesh),
         on_step=reporter(common.progress, "distill", plan.steps),
         on_event=teller(common.progress, "distill"),
         checkpoints=checkpoints,

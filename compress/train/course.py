@@ -13,10 +13,10 @@ from compress.data.batches import Batches
 from compress.errors import DataError
 from compress.progress import Progress
 from compress.record import VERSION, contents_of
-from compress.settings import Common
+from compress.settings import Common, MeshShape
 from compress.train.checkpoints import Checkpoints
-from compress.train.mesh import make_mesh
-from compress.train.step import FitSettings, LossFn, mean_of
+from compress.train.mesh import make_mesh, place_rows
+from compress.train.step import FitSettings, LossFn, mean_of, rows_across, split_rows
 from compress.train.trace import tell
 
 VALIDATION_BATCHES = 16
@@ -50,10 +50,14 @@ class Course(Protocol):
     def rebound(self) -> float: ...
 
 
-def fit_settings(course: Course, batches: Batches, seed: int) -> FitSettings:
-    """The settings of `fit`, with epochs turned into steps."""
+def fit_settings(course: Course, batches: Batches, seed: int, mesh: Mesh | None) -> FitSettings:
+    """The settings of `fit`, with epochs turned into steps.
+
+    Raises:
+      RecipeError: the global batch does not divide over the mesh.
+    """
     steps = course.steps or max(1, math.ceil((course.epochs or 1) * batches.steps_per_epoch()))
-    return FitSettings(
+    settings = FitSettings(
         steps=steps,
         learning_rate=course.learning_rate,
         warmup_steps=course.warmup,
@@ -65,6 +69,8 @@ def fit_settings(course: Course, batches: Batches, seed: int) -> FitSettings:
         rebound=course.rebound,
         seed=seed,
     )
+    split_rows(settings, rows_across(mesh))
+    return settings
 
 
 def held_out(make: Callable[..., Batches], course: Course) -> list[Any]:
@@ -81,19 +87,26 @@ def held_out(make: Callable[..., Batches], course: Course) -> list[Any]:
     return kept
 
 
-def mesh_of_devices() -> Mesh | None:
-    """All devices along the data axis; None where there is one."""
-    return make_mesh() if jax.device_count() > 1 else None
+def mesh_of_devices(shape: MeshShape) -> Mesh | None:
+    """A mesh of that shape over all devices; None where there is one.
+
+    Raises:
+      RecipeError: the shape is for another number of devices.
+    """
+    mesh = make_mesh(shape.data, shape.fsdp, shape.tensor)
+    return mesh if mesh.size > 1 else None
 
 
-def validator(loss_fn: LossFn, frozen: Any, batches: Sequence[Any]) -> Callable[[Any], dict[str, float]]:
+def validator(
+    loss_fn: LossFn, frozen: Any, batches: Sequence[Any], mesh: Mesh | None
+) -> Callable[[Any], dict[str, float]]:
     """A function of the trainable weights: the held-out means of the loss and its metrics, nothing dropped out."""
     measure = jax.jit(lambda trainable, frozen, batch: loss_fn(trainable, frozen, batch, None))
 
     def validate(trainable: Any) -> dict[str, float]:
         sums: dict[str, list[float]] = {}
         for batch in batches:
-            total, count, metrics = measure(trainable, frozen, batch)
+            total, count, metrics = measure(trainable, frozen, place_rows(mesh, batch))
             for name, (value, weight) in {"loss": (total, count), **metrics}.items():
                 kept = sums.setdefault(name, [0.0, 0.0])
                 kept[0] += float(value)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from compress.errors import DataError, Preempted, is_out_of_device_memory
 from compress.train.checkpoints import Checkpoints, shapes_of
 from compress.train.guards import Rebound, StopRequest, stop_requests
-from compress.train.mesh import batch_sharding, place, weight_shardings
+from compress.train.mesh import place, place_rows, weight_shardings
 from compress.train.step import FitSettings, LossFn, halved, make_step, mean_of
 from compress.train.trace import Trace
 
@@ -81,7 +81,7 @@ class _Loop:
         self, loss_fn, trainable, frozen, batches, settings, mesh, validate, watch, on_step, on_event, checkpoints
     ):
         self.loss_fn, self.first, self.settings, self.mesh = loss_fn, trainable, settings, mesh
-        self.frozen = frozen if mesh is None else place(mesh, frozen)
+        self.frozen = place(mesh, frozen)
         self.batches, self.stream = batches, iter(batches)
         self.validate, self.watch, self.on_step, self.on_event = validate, watch, on_step, on_event
         self.checkpoints = checkpoints
@@ -93,10 +93,11 @@ class _Loop:
     def start(self) -> None:
         """Take everything as it was before the first step, but the batches."""
         # The caller keeps its arrays: a step donates these.
-        weights = jax.tree.map(jnp.copy, self.first)
-        self.weights = weights if self.mesh is None else place(self.mesh, weights)
-        state = self.optimizer.init(self.weights)
-        self.state = state if self.mesh is None else jax.device_put(state, weight_shardings(self.mesh, state))
+        self.weights = place(self.mesh, jax.tree.map(jnp.copy, self.first))
+        # Under jit no device ever holds more of it than its share.
+        state = jax.eval_shape(self.optimizer.init, self.weights)
+        shardings = None if self.mesh is None else weight_shardings(self.mesh, state)
+        self.state = jax.jit(self.optimizer.init, out_shardings=shardings)(self.weights)
         self.trace = Trace(validations=self.trace.validations[:1], events=self.trace.events)
         self.guard = Rebound(self.settings.rebound)
         self.step, self.best = 0, None
@@ -149,7 +150,7 @@ class _Loop:
             raise DataError(
                 f"the data ended at step {self.step + 1} of {self.settings.steps}; give more data, or fewer steps"
             )
-        return batch if self.mesh is None else jax.device_put(batch, batch_sharding(self.mesh))
+        return place_rows(self.mesh, batch)
 
     def due(self, every: int) -> bool:
         """Whether what happens every so many steps, and at the end, happens now."""

@@ -64,6 +64,24 @@ def batch_sharding(mesh: Mesh, rows_axis: int = 0) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(None,) * rows_axis, ("data", "fsdp")))
 
 
-def place(mesh: Mesh, tree: Any) -> Any:
-    """Put weights on the mesh."""
-    return jax.device_put(tree, weight_shardings(mesh, tree))
+def replicated(mesh: Mesh | None) -> NamedSharding | None:
+    """Whole on every device; what a jitted function returns so can be read in every process."""
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def place(mesh: Mesh | None, tree: Any) -> Any:
+    """Put weights on the mesh, if there is one."""
+    return tree if mesh is None else jax.tree.map(_put, tree, weight_shardings(mesh, tree))
+
+
+def place_rows(mesh: Mesh | None, batch: Any) -> Any:
+    """Put a batch's rows on the mesh, if there is one: on each device its own."""
+    return batch if mesh is None else jax.tree.map(lambda leaf: _put(leaf, batch_sharding(mesh)), batch)
+
+
+def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """Every process holds the whole array, and hands its own devices their parts of it."""
+    if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+        return jax.device_put(leaf, sharding)
+    whole = np.asarray(leaf)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
