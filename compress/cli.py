@@ -108,6 +108,7 @@ STAGES = {
 
 TRAINING = ("distill", "align")  # the stages that spread over a mesh
 MESH_FLAGS = ("fsdp", "tensor")
+COMMON_FLAGS = ("seed", "dtype", "device", "distributed")
 
 RUN_HELP = "Run a recipe's stages, but none that is done and unchanged."
 RUN_EXAMPLES = (
@@ -167,18 +168,18 @@ def _stage_parameters(name: str) -> list[click.Parameter]:
     assert table is not None
     recipe = click.Option(["--recipe"], type=click.Path(path_type=Path), help=f"Recipe whose [{name}] table to use.")
     beside = [*_data_parameters(name), *_mesh_parameters(name), *_out_parameters(stage.out)]
-    return [*options_for(table), *beside, recipe, *_common_parameters()]
+    return [*options_for(table), *beside, recipe, *_common_parameters(trains=name in TRAINING)]
 
 
 def _plan_parameters() -> list[click.Parameter]:
-    return [option for option in _run_parameters() if option.name != "force"]
+    return [option for option in _run_parameters() if option.name not in ("force", "distributed")]
 
 
 def _run_parameters() -> list[click.Parameter]:
     recipe = click.Argument(["recipe"], type=click.Path(path_type=Path), required=True, metavar="RECIPE")
     out = click.Option(["--out"], type=click.Path(path_type=Path), metavar="DIR", help="[default: runs/NAME]")
     force = click.Option(["--force"], is_flag=True, help="Run every stage again.")
-    return [recipe, out, force, *_common_parameters()]
+    return [recipe, out, force, *_common_parameters(trains=True)]
 
 
 def _data_parameters(name: str) -> list[click.Parameter]:
@@ -204,14 +205,14 @@ def _out_parameters(metavar: str | None) -> list[click.Parameter]:
     return [out, click.Option(["--force"], is_flag=True, help="Replace --out if it exists.")]
 
 
-def _common_parameters() -> list[click.Parameter]:
+def _common_parameters(trains: bool) -> list[click.Parameter]:
     from compress.keys import keys
     from compress.options import option_for
     from compress.schema import Recipe
 
     return [
         click.Option(["sets", "--set"], multiple=True, metavar="TABLE.KEY=VALUE", help="Override a key of the recipe."),
-        *(option_for(keys(Recipe)[name]) for name in ("seed", "dtype", "device")),
+        *(option_for(keys(Recipe)[name]) for name in COMMON_FLAGS if trains or name != "distributed"),
         click.Option(["as_json", "--json"], is_flag=True, help="Print the result as JSON."),
     ]
 
@@ -238,8 +239,8 @@ def _run_stage(name: str, /, **given: Any) -> int:
 
         check_output(out, force)
         check_apart(out, [*inputs(settings), *([given["recipe"]] if given["recipe"] else [])])
-    common = _common(recipe, out, force, uses_jax=name != "gate")
-    return _finish(_function(stage.function)(settings, common), given["as_json"])
+    common = _common(recipe, out, force, uses_jax=name != "gate", trains=name in TRAINING)
+    return _finish(_function(stage.function)(settings, common), given["as_json"], common)
 
 
 def _run_recipe(function: str, /, **given: Any) -> int:
@@ -253,8 +254,9 @@ def _run_recipe(function: str, /, **given: Any) -> int:
     if Path(name).name != name:
         raise RecipeError(f"{path}: name = {name!r} is the name of a folder in runs/, not a path; --out takes a path")
     recipe = dataclasses.replace(recipe, name=name)
-    common = _common(recipe, given["out"] or Path("runs") / name, given.get("force", False))
-    return _finish(_function(function)(recipe, common), given["as_json"])
+    out, trains = given["out"] or Path("runs") / name, "distributed" in given
+    common = _common(recipe, out, given.get("force", False), trains=trains)
+    return _finish(_function(function)(recipe, common), given["as_json"], common)
 
 
 def _beside_flags(name: str, given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -267,26 +269,31 @@ def _beside_flags(name: str, given: dict[str, Any]) -> dict[str, tuple[str, Any]
 
 
 def _load(path: Path | None, given: dict[str, Any], flags: dict[str, tuple[str, Any]]) -> "Recipe":
+    from compress.device import LAUNCH
     from compress.recipe import load
     from compress.schema import Recipe
 
-    top = {key: (f"--{key}", given[key]) for key in ("seed", "dtype", "device") if given[key] is not None}
-    return load(Recipe, path, sets=given["sets"], flags=flags | top)
+    top = {key: (f"--{key}", given[key]) for key in COMMON_FLAGS if given.get(key) is not None}
+    # Which of the processes this is, is no matter of the recipe.
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCH}
+    return load(Recipe, path, sets=given["sets"], environment=environment, flags=flags | top)
 
 
-def _common(recipe: "Recipe", out: Path | None, force: bool, uses_jax: bool = True) -> "Common":
+def _common(recipe: "Recipe", out: Path | None, force: bool, *, uses_jax: bool = True, trains: bool) -> "Common":
     from compress.progress import Progress
     from compress.settings import Common
 
     progress = Progress()
-    device, dtype = "cpu", "float32"
+    device, dtype, process = "cpu", "float32", 0
     if uses_jax:
-        from compress.device import choose_device, choose_dtype, keep_compiled
+        from compress.device import choose_device, choose_dtype, join_processes, keep_compiled
 
         keep_compiled()
+        process = join_processes(recipe.distributed) if trains else 0
+        progress = Progress(quiet=process > 0)
         device = choose_device(recipe.device, progress)
         dtype = choose_dtype(recipe.dtype, device)
-    return Common(recipe.seed, dtype, device, out, force, progress, recipe.data, recipe.mesh)
+    return Common(recipe.seed, dtype, device, out, force, progress, recipe.data, recipe.mesh, process)
 
 
 def _function(name: str) -> Callable[..., dict[str, Any]]:
@@ -294,11 +301,13 @@ def _function(name: str) -> Callable[..., dict[str, Any]]:
     return getattr(import_module(module), function)
 
 
-def _finish(result: dict[str, Any], as_json: bool) -> int:
-    """Print the result on standard output and return the exit code."""
+def _finish(result: dict[str, Any], as_json: bool, common: "Common") -> int:
+    """Print the result on standard output, once for all processes, and return the exit code."""
     from compress.display import show, to_json
 
     code = result.pop("exit_code", 0)
+    if common.process:
+        return code
     try:
         click.echo(to_json(result)) if as_json else show(result)
         sys.stdout.flush()

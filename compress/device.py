@@ -9,6 +9,36 @@ from compress.errors import RecipeError
 from compress.progress import Progress
 
 COMPILED = 2 << 30  # bytes of compiled programs to keep
+# host:port of process 0, how many processes there are, and which this one is, from 0.
+LAUNCH = ("COMPRESS_COORDINATOR", "COMPRESS_PROCESSES", "COMPRESS_PROCESS")
+FAREWELL = 30  # seconds that a process which ends waits for the others to end too
+
+
+def join_processes(distributed: bool) -> int:
+    """Make one run of the processes that were started on all hosts, and return which of them this is, from 0.
+
+    `distributed` asks for it, and JAX finds the others by itself under SLURM, Open MPI and Kubernetes and on TPU pods.
+    The variables of `LAUNCH` ask for it too, and say where they are. Call it before `choose_device`.
+
+    Raises:
+      RecipeError: the variables are incomplete or wrong, nothing says where the others are, or they did not come.
+    """
+    given = {name: os.environ[name] for name in LAUNCH if os.environ.get(name)}
+    if not distributed and not given:
+        return 0
+    import jax
+
+    if missing := [name for name in LAUNCH if given and name not in given]:
+        raise RecipeError(f"{', '.join(given)} without {', '.join(missing)}; set all or none")
+    coordinator, *numbers = given.values() if given else (None,) * len(LAUNCH)
+    try:
+        count, own = (None if number is None else int(number) for number in numbers)
+        # SIGTERM is ours: it would take the signal, and tell nobody but itself.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(coordinator, count, own, shutdown_timeout_seconds=FAREWELL)
+    except (ValueError, RuntimeError) as error:
+        raise RecipeError(f"cannot join the other processes: {error}; see {', '.join(LAUNCH)}") from error
+    return jax.process_index()
 
 
 def choose_device(device: str, progress: Progress) -> str:

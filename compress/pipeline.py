@@ -37,6 +37,7 @@ from compress.record import RECORD, TRACE, VERSION, contents_of, hash_of, read_r
 from compress.release import put, release, withdraw, write_reports
 from compress.schema import Recipe
 from compress.settings import Common, Data, Eval, Export
+from compress.train.processes import first_says, is_first, meet
 from compress.train.trace import tell
 from eval import metrics
 from eval.gate import Verdict, judge
@@ -49,6 +50,8 @@ from export.errors import OutputExists
 EVENTS = "events.jsonl"
 # What a run writes, beside a folder for each stage.
 WRITTEN = ("recipe.toml", "report.json", "report.html", "report.md", "artifact", QUARANTINE)
+# The stages that all processes work on; the others are the first one's.
+TRAINING: dict[str, Callable[..., dict[str, Any]]] = {"distill": distill.run, "align": align.run}
 PROMPTS = 3
 PROMPT_WORDS = 12
 
@@ -62,12 +65,16 @@ def run(recipe: Recipe, common: Common) -> dict[str, Any]:
     """
     assert common.out is not None
     work = Run(recipe, common)
+    if not is_first():
+        return work.help()
     work.claim()
     put(common.out / "recipe.toml", to_toml(recipe))
     for name in work.stages:
         work.run_stage(name)
     work.gather_quarantines()
-    return work.judge()
+    result = work.judge()
+    meet()  # JAX ends processes whose first is gone, and those that have ended before it
+    return result
 
 
 class Run:
@@ -81,7 +88,7 @@ class Run:
         """
         assert common.out is not None
         progress = copy.copy(common.progress)
-        progress.listener = self.hear
+        progress.listener = self.hear if is_first() else None
         self.recipe, self.folder = recipe, common.out
         self.common = dataclasses.replace(common, progress=progress)
         self.began = time.monotonic()
@@ -131,7 +138,8 @@ class Run:
         """Run a stage, unless it is done and nothing that it reads has changed."""
         folder = self.folder / name
         key = self.key(name)
-        if not self.common.force and self.record(name).get("key") == key:
+        done = not self.common.force and self.record(name).get("key") == key
+        if first_says(done) if name in TRAINING else done:
             self.common.progress.say(f"{name}: done already, {folder}")
             self.event(name, "skipped")
             return
@@ -140,8 +148,7 @@ class Run:
         began = time.monotonic()
         common = dataclasses.replace(self.common, out=folder, force=True)
         steps: dict[str, Callable[..., dict[str, Any]]] = {
-            "distill": distill.run,
-            "align": align.run,
+            **TRAINING,
             "quantize": quantize.run,
             "export": self.export,
             "eval": self.evaluate,
@@ -159,6 +166,14 @@ class Run:
         for row in self.trace(name).get("events", ()):
             self.event(name, row["event"], **{key: value for key, value in row.items() if key != "event"})
         self.event(name, "finished", took=took)
+
+    def help(self) -> dict[str, Any]:
+        """What a process does that is not the first: its share of the stages that train."""
+        for name, stage in TRAINING.items():
+            if name in self.stages and not first_says(False):
+                stage(self.settings[name], dataclasses.replace(self.common, out=self.folder / name, force=True))
+        meet()
+        return {"run": str(self.folder)}
 
     def record(self, name: str) -> dict[str, Any]:
         """A stage's stage.json; empty if it isn't done."""

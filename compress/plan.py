@@ -57,7 +57,7 @@ from compress.schema import Recipe
 from compress.settings import Common, Eval, Export
 from compress.train.checkpoints import KEEP
 from compress.train.course import VALIDATION_BATCHES, mesh_of_devices
-from compress.train.mesh import batch_sharding, weight_shardings
+from compress.train.mesh import batch_sharding, on_mesh, weight_shardings
 from compress.train.step import FitSettings, LossFn, make_step, rows_across
 from export.quantized import QuantizedTensor, QuantSpec
 
@@ -341,7 +341,7 @@ class Plan:
             trees = tuple(_placed(tree, weight_shardings(mesh, tree)) for tree in trees)
             batch = _placed(batch, jax.tree.map(lambda _: batch_sharding(mesh), batch))
         trainable, state, frozen = trees
-        validation = jax.jit(lambda trainable, frozen, batch: loss(trainable, frozen, batch, None))
+        validation = jax.jit(on_mesh(mesh, lambda trainable, frozen, batch: loss(trainable, frozen, batch, None)))
         return max(
             held(step, trainable, state, frozen, batch, shape_of((), jnp.int32), shape_of((), jnp.float32)),
             held(validation, trainable, frozen, batch) + size(state),

@@ -19,6 +19,7 @@ class Recipe:
         default="auto", metadata={"help": "Of weights and activations; auto: bfloat16, and float32 on a CPU."}
     )
     device: Device = field(default="auto", metadata={"help": "What to run on; auto takes the best there is."})
+    distributed: bool = field(default=False, metadata={"help": "Train together with the same command on other hosts."})
     data: Data = field(default_factory=Data, metadata={"help": "How rows of all data files are read."})
     mesh: MeshShape = field(default_factory=MeshShape, metadata={"help": "How training spreads over the devices."})
     distill: Distill | None = None

@@ -51,6 +51,7 @@ class Common:
       progress: where a stage tells how far it is.
       data: how rows are read.
       mesh: how the devices are used in training.
+      process: which this is of the processes that train together; the first, 0, writes and prints.
     """
 
     seed: int = 0
@@ -61,6 +62,7 @@ class Common:
     progress: Progress = field(default_factory=Progress)
     data: Data = field(default_factory=Data)
     mesh: MeshShape = field(default_factory=MeshShape)
+    process: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -236,7 +236,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused(shape):
 
 def test_settings_name_a_mesh_and_what_is_left_is_data():
     assert mesh_of_devices(MeshShape(fsdp=4)).shape == {"data": 2, "fsdp": 4, "tensor": 1}
-    with pytest.raises(RecipeError, match="mesh 1 x 2 x 1 .* does not fit 8 devices"):
+    with pytest.raises(RecipeError, match=r"mesh 1 x 2 x 1 .* does not fit 8 devices"):
         mesh_of_devices(MeshShape(data=1, fsdp=2))
 
 

@@ -29,10 +29,10 @@ from compress.settings import Common
 from compress.train.checkpoints import Checkpoints
 from compress.train.course import fit_settings, held_out, mesh_of_devices, open_checkpoints, reporter, teller, validator
 from compress.train.fit import fit
-from compress.train.mesh import place, place_rows, replicated
+from compress.train.mesh import on_mesh, place, place_rows, replicated
+from compress.train.processes import shared_folder
 from compress.train.step import mean_of
 from compress.train.trace import Trace
-from export.atomic import atomic_folder
 from export.peft import SCALINGS, Adapters
 from export.quantized import QuantizedTensor, QuantSpec
 
@@ -46,7 +46,7 @@ def run(settings: Align, common: Common) -> dict[str, Any]:
       RecipeError, DataError, ArtifactError: settings, data or models that will not do.
     """
     assert common.out is not None and settings.model is not None
-    with atomic_folder(common.out, common.force) as folder:
+    with shared_folder(common.out, common.force) as folder:
         base = quantized_base(load(settings.model).merged(), settings)
         trainer = Trainer(base, settings, common)
         checkpoints = open_checkpoints(settings, common)
@@ -106,9 +106,9 @@ class Trainer:
         self.rows, self.valid = training_and_held_out(settings.data, settings.valid, **options)
         self.tokenizer = base.tokenizer
         readable = replicated(self.mesh)
-        reference = jax.jit(partial(answer_log_probabilities, self.config), out_shardings=readable)
+        reference = jax.jit(on_mesh(self.mesh, partial(answer_log_probabilities, self.config)), out_shardings=readable)
         self.reference = Reference(lambda rows: reference(self.base, place_rows(self.mesh, rows)))
-        self.log_probability = jax.jit(self._log_probability, out_shardings=readable)
+        self.log_probability = jax.jit(on_mesh(self.mesh, self._log_probability), out_shardings=readable)
 
     def batches(self, rows: Rows, **options: Any) -> Batches:
         """Batches of the method's kind."""
@@ -168,6 +168,7 @@ class Trainer:
         rows = [batch.rows if isinstance(batch, PairBatch) else batch for batch in self.checks]
 
         @jax.jit
+        @partial(on_mesh, self.mesh)
         def divergence(adapters: Stacked, base: Stacked, batch: Batch):
             policy = with_adapters(base, adapters, self.scale)
             return policy_divergence(self.config, policy, base, batch)

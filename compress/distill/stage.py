@@ -25,8 +25,8 @@ from compress.train.checkpoints import Checkpoints
 from compress.train.course import fit_settings, held_out, mesh_of_devices, open_checkpoints, reporter, teller, validator
 from compress.train.fit import fit
 from compress.train.mesh import place
+from compress.train.processes import shared_folder
 from compress.train.trace import Trace
-from export.atomic import atomic_folder
 
 
 def run(settings: Distill, common: Common) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run(settings: Distill, common: Common) -> dict[str, Any]:
       RecipeError, DataError, ArtifactError: settings, data or models that will not do.
     """
     assert common.out is not None
-    with atomic_folder(common.out, common.force) as folder:
+    with shared_folder(common.out, common.force) as folder:
         student_architecture(settings.student, architecture(settings.teacher))  # what it refuses, it refuses early
         teacher = load(settings.teacher).merged().dequantized()
         student = initial_student(settings, common, teacher)

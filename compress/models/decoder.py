@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, Key
 from compress.models.attention import LayerCache, Sight, visible
 from compress.models.config import DecoderConfig
 from compress.models.linear import RMSNorm, bind, dense, rows
+from compress.models.spread import by_rows
 from export.quantized import QuantizedTensor, Weights
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -202,7 +203,7 @@ def run_layers(
 
     def layer(x, weights, data, cache):
         block, (x, cache) = run_block(config, weights, x, data, view, cache)
-        return x, cache, None if tap is None else tap.read(block, x)
+        return by_rows(x), cache, None if tap is None else tap.read(block, x)
 
     layer = jax.checkpoint(layer) if remat else layer
 
@@ -273,7 +274,7 @@ def tapped_states(
     batch, time = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(time), (batch, time)) if positions is None else positions
     segments = jnp.ones((batch, time), jnp.int32) if segments is None else segments
-    x = embed(config, stacked, tokens, stacked.rest[FINAL_NORM].dtype)
+    x = by_rows(embed(config, stacked, tokens, stacked.rest[FINAL_NORM].dtype))
     view = (positions, positions, visible(positions, segments, positions, segments, branches))
     x, _, tapped = run_layers(config, stacked, x, view, remat=remat, tap=tap)
     return final_norm(config, stacked, x), tapped
@@ -286,7 +287,7 @@ def head(config: DecoderConfig, stacked: Stacked) -> Array | QuantizedTensor:
 
 def project(config: DecoderConfig, hidden: Float[Array, "*N D"], weight: Float[Array, "V D"]) -> Float[Array, "*N V"]:
     """Logits in float32 from hidden states and a dense head, soft cap included."""
-    logits = jnp.matmul(hidden, weight.T.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    logits = by_rows(jnp.matmul(hidden, weight.T.astype(hidden.dtype), preferred_element_type=jnp.float32))
     cap = config.logit_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from compress.models import read_config
 from compress.models.config import DecoderConfig
@@ -166,8 +167,13 @@ def _cast(name: str, value: Any, dtype: str) -> np.ndarray:
 
 
 def to_host(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tensors in NumPy."""
-    return {name: jax.tree.map(np.asarray, value) for name, value in weights.items()}
+    """The same tensors in NumPy; one that lies on several hosts is gathered, so all of them must call it."""
+
+    def fetch(leaf: Any) -> np.ndarray:
+        here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+        return np.asarray(leaf if here else multihost_utils.process_allgather(leaf, tiled=True))
+
+    return {name: jax.tree.map(fetch, value) for name, value in weights.items()}
 
 
 def cast(weights: Mapping[str, Any], dtype: Any) -> Weights:

@@ -13,6 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from compress.errors import DataError, RecipeError
+from compress.train.processes import is_first, remove_folder
 from export.atomic import atomic_file
 
 IDENTITY = "identity.json"
@@ -69,14 +70,15 @@ class Checkpoints:
                 "--force removes them and starts anew"
             )
         self.warn(f"{', '.join(named)} changed since the checkpoints were saved; starting anew")
-        shutil.rmtree(self.folder)
+        remove_folder(self.folder)
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
         """Made when something is saved or restored, so that a stage which fails before leaves nothing."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_file(self.folder / IDENTITY, force=True) as temporary:
-            temporary.write_text(json.dumps(self.identity, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if is_first():
+            with atomic_file(self.folder / IDENTITY, force=True) as temporary:
+                temporary.write_text(json.dumps(self.identity, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, create=True, cleanup_tmp_directories=True)
         return ocp.CheckpointManager(self.folder / "steps", options=options)
 
@@ -120,7 +122,7 @@ class Checkpoints:
     def remove(self) -> None:
         """The run is done: nothing is to be continued."""
         self.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)
 
     def _attempt(self, action: Callable[[], Any]) -> None:
         """Saving may fail, of a full disk most likely; training need not end for it."""

@@ -15,7 +15,7 @@ from compress.progress import Progress
 from compress.record import VERSION, contents_of
 from compress.settings import Common, MeshShape
 from compress.train.checkpoints import Checkpoints
-from compress.train.mesh import make_mesh, place_rows
+from compress.train.mesh import make_mesh, on_mesh, place_rows
 from compress.train.step import FitSettings, LossFn, mean_of, rows_across, split_rows
 from compress.train.trace import tell
 
@@ -101,7 +101,7 @@ def validator(
     loss_fn: LossFn, frozen: Any, batches: Sequence[Any], mesh: Mesh | None
 ) -> Callable[[Any], dict[str, float]]:
     """A function of the trainable weights: the held-out means of the loss and its metrics, nothing dropped out."""
-    measure = jax.jit(lambda trainable, frozen, batch: loss_fn(trainable, frozen, batch, None))
+    measure = jax.jit(on_mesh(mesh, lambda trainable, frozen, batch: loss_fn(trainable, frozen, batch, None)))
 
     def validate(trainable: Any) -> dict[str, float]:
         sums: dict[str, list[float]] = {}

@@ -13,6 +13,7 @@ from compress.errors import DataError, Preempted, is_out_of_device_memory
 from compress.train.checkpoints import Checkpoints, shapes_of
 from compress.train.guards import Rebound, StopRequest, stop_requests
 from compress.train.mesh import place, place_rows, weight_shardings
+from compress.train.processes import any_says
 from compress.train.step import FitSettings, LossFn, halved, make_step, mean_of
 from compress.train.trace import Trace
 
@@ -115,9 +116,9 @@ class _Loop:
             batch, following = self.take() if following is None else following, None
             began = time.perf_counter()
             try:
+                halt = any_says(stop.made)
                 sums = self.advance(batch)
                 # The next batch is made while the device computes, unless the batches' state may be asked for first.
-                halt = stop.made
                 validates, saves = self.due(self.settings.validate_every), self.due(self.settings.save_every)
                 if not (halt or validates or saves):
                     following = self.take()

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from compress.models.spread import row_devices
+
 Loss = Float[Array, ""]
 
 
@@ -28,7 +30,7 @@ class HeadLoss:
       loss: (logits [V], *context of the token) -> (scalar, dict of scalars to log); vmapped over tokens.
       context: (frozen, inputs of a chunk) -> tuple of arrays [B, C, ...]; computed chunk by chunk, as the teacher's
         logits are. The default hands the inputs on.
-      chunk: tokens per chunk, about.
+      chunk: tokens per chunk on a device, about.
     """
 
     project: Callable[..., Array]
@@ -45,7 +47,7 @@ def cross_entropy(logits: Float[Array, " V"], target: Array) -> tuple[Loss, dict
 def _split(head: HeadLoss, hidden: Array, tree: Any) -> tuple[Any, int]:
     """Cut the time axis of every leaf into chunks, scanned axis first; the last chunk is filled with zeros."""
     batch, time = hidden.shape[:2]
-    size = min(time, max(1, head.chunk // batch))
+    size = min(time, max(1, head.chunk * row_devices() // batch))
     count = -(-time // size)
 
     def cut(leaf):

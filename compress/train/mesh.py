@@ -4,7 +4,10 @@ Axes: `data` splits the batch, `fsdp` splits the batch and every weight, `tensor
 that does not divide a dimension is dropped for that tensor.
 """
 
+import contextlib
+import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from compress.errors import RecipeError
+from compress.models.spread import ROW_AXES
 
 AXES = ("data", "fsdp", "tensor")
 # First match wins; the spec is for a weight [O, I]. Whatever matches none is replicated.
@@ -61,7 +65,18 @@ def weight_shardings(mesh: Mesh, tree: Any) -> Any:
 
 def batch_sharding(mesh: Mesh, rows_axis: int = 0) -> NamedSharding:
     """Rows over data and fsdp; `rows_axis` is where the rows are."""
-    return NamedSharding(mesh, PartitionSpec(*(None,) * rows_axis, ("data", "fsdp")))
+    return NamedSharding(mesh, PartitionSpec(*(None,) * rows_axis, ROW_AXES))
+
+
+def on_mesh(mesh: Mesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function to be jitted, whose models keep each row on a device of its own (`compress.models.spread`)."""
+
+    @functools.wraps(function)
+    def run(*arguments):
+        with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(*arguments)
+
+    return run
 
 
 def replicated(mesh: Mesh | None) -> NamedSharding | None:

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from compress.errors import RecipeError
-from compress.train.mesh import batch_sharding
+from compress.train.mesh import batch_sharding, on_mesh
 
 # (trainable, frozen, batch, keys [rows]) -> (sum, count, {name: (sum, count)})
 LossFn = Callable[
@@ -145,7 +145,7 @@ def make_step(loss_fn: LossFn, settings: FitSettings, mesh: Mesh | None):
         updates = jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
         return optax.apply_updates(trainable, updates), state, (total, count, metrics, norm)
 
-    return jax.jit(step, donate_argnums=(0, 1)), optimizer
+    return jax.jit(on_mesh(mesh, step), donate_argnums=(0, 1)), optimizer
 
 
 def mean_of(sums: dict[str, tuple[Any, Any]]) -> dict[str, float]:
