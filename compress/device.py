@@ -17,7 +17,7 @@ FAREWELL = 30  # seconds that a process which ends waits for the others to end t
 def join_processes(distributed: bool) -> int:
     """Make one run of the processes that were started on all hosts, and return which of them this is, from 0.
 
-    `distributed` asks for it, and JAX finds the others by itself under SLURM, Open MPI and Kubernetes and on TPU pods.
+    `distributed` asks for it, and JAX finds the others by itself under SLURM and Open MPI and on TPU pods.
     The variables of `LAUNCH` ask for it too, and say where they are. Call it before `choose_device`.
 
     Raises:

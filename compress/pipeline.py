@@ -66,7 +66,7 @@ def run(recipe: Recipe, common: Common) -> dict[str, Any]:
     assert common.out is not None
     work = Run(recipe, common)
     if not is_first():
-        return work.help()
+        return work.assist()
     work.claim()
     put(common.out / "recipe.toml", to_toml(recipe))
     for name in work.stages:
@@ -167,7 +167,7 @@ class Run:
             self.event(name, row["event"], **{key: value for key, value in row.items() if key != "event"})
         self.event(name, "finished", took=took)
 
-    def help(self) -> dict[str, Any]:
+    def assist(self) -> dict[str, Any]:
         """What a process does that is not the first: its share of the stages that train."""
         for name, stage in TRAINING.items():
             if name in self.stages and not first_says(False):

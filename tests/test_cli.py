@@ -17,7 +17,7 @@ from compress.keys import keys
 from compress.locate import cache, locate
 from compress.quantize.settings import Quantize
 from compress.schema import Recipe
-from compress.settings import Data
+from compress.settings import Data, MeshShape
 from eval.errors import EvidenceError
 from eval.report import Measurement, Report, to_json
 from export.errors import ArtifactError, OutputExists
@@ -118,6 +118,25 @@ def test_a_key_in_a_recipe_is_the_same_as_its_flag(tmp_path, stage):
     assert (stage.settings, stage.common.seed) == from_recipe
     assert cli.main("quantize --recipe recipe.toml --bits 4 --set quantize.symmetric=true --out a".split()) == 0
     assert (stage.settings.bits, stage.settings.symmetric, stage.common.seed) == (4, True, 3)
+
+
+def test_the_mesh_of_a_recipe_is_the_same_as_its_flags(tmp_path, stage):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "recipe.toml").write_text("[mesh]\nfsdp = 4\ntensor = 2\n")
+    line = "distill --teacher model --data a.txt --out a"
+    assert cli.main(f"{line} --fsdp 4 --tensor 2".split()) == 0
+    assert stage.common.mesh == MeshShape(fsdp=4, tensor=2)
+    assert cli.main(f"{line} --recipe recipe.toml --tensor 1".split()) == 0
+    assert stage.common.mesh == MeshShape(fsdp=4)
+    assert cli.main(f"{line} --fsdp 0".split()) == 2
+
+
+def test_a_process_that_does_not_know_the_others_is_refused(tmp_path, monkeypatch, stage, capsys):
+    (tmp_path / "model").mkdir()
+    monkeypatch.setenv("COMPRESS_PROCESS", "1")
+    assert cli.main("distill --teacher model --data a.txt --out a".split()) == 2
+    said = capsys.readouterr().err
+    assert "COMPRESS_PROCESS without COMPRESS_COORDINATOR, COMPRESS_PROCESSES; set all or none" in said
 
 
 def test_auto_says_which_device_it_took(tmp_path, stage, capsys):

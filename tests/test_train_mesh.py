@@ -1,6 +1,8 @@
 """Training on eight simulated devices is training on one; and where weights lie."""
 
 import dataclasses
+import math
+import re
 import shutil
 from functools import cache, partial
 
@@ -20,8 +22,8 @@ from compress.settings import MeshShape
 from compress.train.checkpoints import Checkpoints
 from compress.train.course import mesh_of_devices
 from compress.train.fit import fit
-from compress.train.mesh import AXES, batch_sharding, fit_spec, make_mesh, place, weight_shardings
-from compress.train.step import FitSettings, make_optimizer
+from compress.train.mesh import AXES, batch_sharding, fit_spec, make_mesh, place, place_rows, weight_shardings
+from compress.train.step import FitSettings, make_optimizer, make_step
 from export.quantized import QuantizedTensor, QuantSpec
 from tests import tiny_training as tiny
 from tests.goldens.make_models import draw
@@ -89,6 +91,20 @@ def distil_from_three_heads(mesh, plan=PLAN):
 
 def test_a_teacher_that_divides_otherwise_than_its_student_teaches_the_same():
     assert_same_run(distil_from_three_heads, make_mesh(2, 1, 4))
+
+
+def test_weights_are_gathered_and_logits_are_not():
+    mesh = make_mesh(fsdp=8)
+    step, optimizer = make_step(distillation_loss(tiny.STUDENT, tiny.TEACHER, chunk=32), PLAN, mesh)
+    weights, frozen = place(mesh, tiny.student()), place(mesh, tiny.teacher())
+    state = optimizer.init(weights)
+    state = jax.device_put(state, weight_shardings(mesh, state))
+    batch = place_rows(mesh, tiny.batch(0))
+    text = step.lower(weights, state, frozen, batch, np.int32(1), np.float32(1)).compile().as_text()
+    shapes = [tuple(map(int, found.split(","))) for found in re.findall(r"\w+\[([\d,]+)\]\S* all-gather\(", text)]
+    for config in (tiny.STUDENT, tiny.TEACHER):
+        beside = {math.prod(shape) // config.vocab_size for shape in shapes if config.vocab_size in shape}
+        assert beside == {config.hidden_size}
 
 
 class Samples:

@@ -101,7 +101,11 @@ class Distill:
     )
     chunk: int = field(
         default=128,
-        metadata={"help": "Tokens whose logits exist at once; no effect on the result.", "min": 1, "layout": True},
+        metadata={
+            "help": "Tokens whose logits exist at once on a device; no effect on the result.",
+            "min": 1,
+            "layout": True,
+        },
     )
 
     def __post_init__(self):

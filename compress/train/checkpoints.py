@@ -122,7 +122,7 @@ class Checkpoints:
     def remove(self) -> None:
         """The run is done: nothing is to be continued."""
         self.close()
-        remove_folder(self.folder)
+        remove_folder(self.folder, ignore_errors=True)
 
     def _attempt(self, action: Callable[[], Any]) -> None:
         """Saving may fail, of a full disk most likely; training need not end for it."""

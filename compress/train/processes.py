@@ -39,11 +39,11 @@ def first_says(flag: bool) -> bool:
     return bool(multihost_utils.broadcast_one_to_all(np.asarray(flag)))
 
 
-def remove_folder(folder: Path) -> None:
+def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
     """Remove a folder that all processes see, when none of them needs it any more."""
     meet()
     if is_first():
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors)
     meet()
 
 
