@@ -45,6 +45,16 @@ class Stage(NamedTuple):
 
 
 STAGES = {
+    "cache-teacher": Stage(
+        "compress.distill.cache_stage:run",
+        "DIR",
+        True,
+        "Keep what the teacher says of a data set, to distill from later.",
+        (
+            "compress cache-teacher --teacher teacher/ --data text.jsonl --out cache/",
+            "compress cache-teacher --teacher teacher/ --data text.jsonl --top-k 0 --out cache/",
+        ),
+    ),
     "distill": Stage(
         "compress.distill.stage:run",
         "DIR",
@@ -53,6 +63,7 @@ STAGES = {
         (
             "compress distill --teacher teacher/ --student half --data text.jsonl --out student/",
             "compress distill --teacher model.gguf --student layers:15 --data text.jsonl --steps 500 --out student/",
+            "compress distill --teacher teacher/ --teacher-cache cache/ --data text.jsonl --out student/",
         ),
     ),
     "align": Stage(
@@ -159,14 +170,20 @@ def schema() -> None:
     click.echo(json.dumps(dialect | json_schema(Recipe), indent=2, ensure_ascii=False))
 
 
+def table_of(command: str) -> str:
+    """The recipe's table of a command, spelled as keys are."""
+    return command.replace("-", "_")
+
+
 def _stage_parameters(name: str) -> list[click.Parameter]:
     from compress.keys import keys
     from compress.options import options_for
     from compress.schema import Recipe
 
-    stage, table = STAGES[name], keys(Recipe)[name].table
+    stage, table = STAGES[name], keys(Recipe)[table_of(name)].table
     assert table is not None
-    recipe = click.Option(["--recipe"], type=click.Path(path_type=Path), help=f"Recipe whose [{name}] table to use.")
+    said = f"Recipe whose [{table_of(name)}] table to use."
+    recipe = click.Option(["--recipe"], type=click.Path(path_type=Path), help=said)
     beside = [*_data_parameters(name), *_mesh_parameters(name), *_out_parameters(stage.out)]
     return [*options_for(table), *beside, recipe, *_common_parameters(trains=name in TRAINING)]
 
@@ -186,7 +203,7 @@ def _data_parameters(name: str) -> list[click.Parameter]:
     from compress.options import options_for
     from compress.settings import Data
 
-    return options_for(Data) if name in ("distill", "align", "quantize", "eval") else []
+    return options_for(Data) if name in ("cache-teacher", "distill", "align", "quantize", "eval") else []
 
 
 def _mesh_parameters(name: str) -> list[click.Parameter]:
@@ -223,11 +240,12 @@ def _run_stage(name: str, /, **given: Any) -> int:
     from compress.options import flag_of, given_flags
     from compress.schema import Recipe
 
-    stage, table = STAGES[name], keys(Recipe)[name].table
+    stage, own = STAGES[name], table_of(name)
+    table = keys(Recipe)[own].table
     assert table is not None
-    flags = {name: (f"compress {name}", {})} | given_flags(table, name, given) | _beside_flags(name, given)
+    flags = {own: (f"compress {name}", {})} | given_flags(table, own, given) | _beside_flags(name, given)
     recipe = _load(given["recipe"], given, flags)
-    settings = getattr(recipe, name)
+    settings = getattr(recipe, own)
     for key in keys(table).values():
         if key.metadata.get("chained") and getattr(settings, key.name) is None:
             raise click.UsageError(f"{flag_of(key)} is missing: {key.help}")

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import field
 
 from compress.align.settings import Align
-from compress.distill.settings import Distill
+from compress.distill.settings import CacheTeacher, Distill
 from compress.quantize.settings import Quantize
 from compress.settings import Data, Device, Dtype, Eval, Export, Gate, Generate, MeshShape, Verify
 
@@ -22,6 +22,7 @@ class Recipe:
     distributed: bool = field(default=False, metadata={"help": "Train together with the same command on other hosts."})
     data: Data = field(default_factory=Data, metadata={"help": "How rows of all data files are read."})
     mesh: MeshShape = field(default_factory=MeshShape, metadata={"help": "How training spreads over the devices."})
+    cache_teacher: CacheTeacher | None = None
     distill: Distill | None = None
     align: Align | None = None
     quantize: Quantize | None = None

@@ -104,6 +104,11 @@ class Batches:
         self._before = tuple(state["before"])
         self._plan = None
 
+    def examples(self) -> Iterator[Any]:
+        """What an epoch's rows are packed from, in the order of the data; reads all of it."""
+        for row in self.rows:
+            yield from self._convert(row)
+
     def steps_per_epoch(self) -> int:
         """Batches of an epoch; reads all rows, once if they fit the buffer."""
         twin = type(self)(

@@ -1,7 +1,7 @@
 """The distillation loss: a divergence at temperature tau, mixed with cross-entropy, over chunks of tokens, and what
 else the student copies from the teacher's layers.
 
-Letters: B batch, T time, V vocabulary.
+Letters: B batch, T time, V vocabulary, W the teacher's, K its likeliest tokens.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from compress.data.batch import Batch
+from compress.distill.buckets import log_buckets
+from compress.distill.cache import Cached
 from compress.distill.divergences import DIVERGENCES
 from compress.distill.settings import Distill
 from compress.distill.strategies import PROJECTION, Matching, make_matching
 from compress.distill.temperature import Tempered
+from compress.models.attention import MASKED
 from compress.models.config import DecoderConfig
-from compress.models.decoder import Stacked, head, project, tapped_states
+from compress.models.decoder import Stacked, head, hidden_states, project, tapped_states
 from compress.models.linear import dense
 from compress.train.head import HeadLoss, cross_entropy, head_sum
 from compress.train.step import LossFn
@@ -40,28 +43,58 @@ def token_loss(
     """
     common = min(student.shape[0], teacher.shape[0])
     distance = temperature**2 * divergence(student[:common] / temperature, teacher[:common] / temperature)
+    return _mixed(distance, student, target, alpha)
+
+
+def top_k_loss(
+    student: Float[Array, " V"],
+    log_probs: Float[Array, " K+1"],
+    ids: Int[Array, " K"],
+    target: Int[Array, ""],
+    temperature: Float[Array, ""],
+    *,
+    vocabulary: int,
+    divergence: Callable[[Array, Array], Array],
+    alpha: float,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """`token_loss` of a teacher of which only buckets are known: of the tokens `ids`, and of all others together.
+
+    The divergence is between the buckets of both, so it is never above the whole one (they are all f-divergences, and
+    merging tokens is a channel: Csiszár 1967).
+
+    Args:
+      log_probs: the teacher's, at `temperature` already.
+      vocabulary: the teacher's. Of its tokens that the student lacks, those among `ids` are left out.
+    """
+    common = student[:vocabulary]
+    ours = log_buckets(common / temperature, ids)
+    theirs = jnp.where(jnp.append(ids < common.shape[0], True), log_probs, MASKED)
+    return _mixed(temperature**2 * divergence(ours, theirs), student, target, alpha)
+
+
+def _mixed(distance: Array, student: Array, target: Array, alpha: float) -> tuple[Array, dict[str, Array]]:
     nll, _ = cross_entropy(student, target)
     return alpha * distance + (1 - alpha) * nll, {"divergence": distance, "cross_entropy": nll}
 
 
 def loss_of(settings: Distill, student: DecoderConfig, teacher: DecoderConfig, dtype: Any) -> LossFn:
-    """The loss that the settings ask for.
+    """The loss that the settings ask for: of `Cached` batches where they name a cache.
 
     Raises:
       RecipeError: layers cannot be matched as asked.
     """
-    return distillation_loss(
-        student,
-        teacher,
-        divergence=settings.divergence,
-        mix=settings.mix,
-        temperature=settings.temperature,
-        alpha=settings.alpha,
-        matching=make_matching(settings, student, teacher),
-        chunk=settings.chunk,
-        dtype=dtype,
-        remat=settings.remat,
-    )
+    options: dict[str, Any] = {
+        "divergence": settings.divergence,
+        "mix": settings.mix,
+        "temperature": settings.temperature,
+        "alpha": settings.alpha,
+        "chunk": settings.chunk,
+        "dtype": dtype,
+        "remat": settings.remat,
+    }
+    if settings.teacher_cache is not None:
+        return cached_loss(student, teacher.vocab_size, **options)
+    return distillation_loss(student, teacher, matching=make_matching(settings, student, teacher), **options)
 
 
 def distillation_loss(
@@ -86,8 +119,7 @@ def distillation_loss(
 
     def context(frozen, inputs):
         hidden, target, tau = inputs
-        # The inputs of a masked token are zeros, and a temperature of zero would make its gradient NaN.
-        return project(teacher, hidden, frozen), target, jnp.where(tau > 0, tau, 1)
+        return project(teacher, hidden, frozen), target, _above_zero(tau)
 
     taps = (None, None) if matching is None else matching.taps()
     parts = HeadLoss(
@@ -98,7 +130,7 @@ def distillation_loss(
     )
 
     def loss(trainable: Stacked, frozen: Stacked, batch: Batch | Tempered, keys):
-        batch, tau = batch if isinstance(batch, Tempered) else (batch, jnp.full(len(batch.tokens), temperature))
+        batch, tau = _tempered(batch, temperature)
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), trainable)
         view: dict[str, Any] = {"positions": batch.positions, "segments": batch.segments}
         ours, shown = tapped_states(student, cast, batch.tokens, taps[0], **view, remat=remat)
@@ -110,7 +142,7 @@ def distillation_loss(
             ours[:, :-1],
             head(student, cast),
             teacher_head,
-            (theirs[:, :-1], batch.tokens[:, 1:], jnp.broadcast_to(tau[:, None], mask.shape)),
+            (theirs[:, :-1], batch.tokens[:, 1:], tau),
             mask,
         )
         if matching is not None:
@@ -121,3 +153,55 @@ def distillation_loss(
         return total, count, {name: (value, count) for name, value in metrics.items()}
 
     return loss
+
+
+def cached_loss(
+    student: DecoderConfig,
+    vocabulary: int,
+    *,
+    divergence: str = "forward_kl",
+    mix: float | None = None,
+    temperature: float = 2.0,
+    alpha: float = 0.9,
+    chunk: int = 512,
+    dtype=jnp.float32,
+    remat: bool = False,
+) -> LossFn:
+    """`distillation_loss` of a teacher that is not there: the batches are `Cached`, and nothing is frozen.
+
+    Args:
+      vocabulary: rows of the teacher's head.
+    """
+    options: dict[str, Any] = {"divergence": DIVERGENCES[divergence].at(mix), "alpha": alpha}
+    whole, top = partial(token_loss, **options), partial(top_k_loss, vocabulary=vocabulary, **options)
+
+    def context(frozen, inputs):
+        *said, target, tau = inputs
+        log_probs, *ids = said
+        return log_probs.astype(jnp.float32), *(i.astype(jnp.int32) for i in ids), target, _above_zero(tau)
+
+    def loss(trainable: Stacked, frozen: None, cached: Cached, keys):
+        batch, tau = _tempered(cached.batch, temperature)
+        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), trainable)
+        view: dict[str, Any] = {"positions": batch.positions, "segments": batch.segments}
+        ours = hidden_states(student, cast, batch.tokens, **view, remat=remat)
+        said = [array[:, 1:] for array in (cached.log_probs, cached.ids) if array is not None]
+        mask = batch.mask[:, 1:]
+        parts = HeadLoss(partial(project, student), whole if cached.ids is None else top, context, chunk)
+        inputs = (*said, batch.tokens[:, 1:], tau)
+        total, metrics = head_sum(parts, ours[:, :-1], head(student, cast), None, inputs, mask)
+        count = mask.sum()
+        return total, count, {name: (value, count) for name, value in metrics.items()}
+
+    return loss
+
+
+def _tempered(batch: Batch | Tempered, temperature: float) -> tuple[Batch, Float[Array, "B T-1"]]:
+    """A batch, and the temperature of each of its predictions."""
+    batch, tau = batch if isinstance(batch, Tempered) else (batch, jnp.full(len(batch.tokens), temperature))
+    return batch, jnp.broadcast_to(tau[:, None], batch.mask[:, 1:].shape)
+
+
+def _above_zero(tau: Array) -> Array:
+    """The inputs of a masked token are zeros, and a temperature of zero would make its gradient NaN."""
+    return jnp.where(tau > 0, tau, 1)

@@ -1,4 +1,4 @@
-"""Keys of the recipe's [distill] table."""
+"""Keys of the recipe's [distill] and [cache_teacher] tables."""
 
 import dataclasses
 import re
@@ -28,6 +28,10 @@ class Distill:
     )
     valid: tuple[Path, ...] = field(
         default=(), metadata={"help": "Held-out text; part of the training text if not given."}
+    )
+    teacher_cache: Path | None = field(
+        default=None,
+        metadata={"help": "What compress cache-teacher wrote; the teacher's weights stay out of the training."},
     )
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "total_variation"] = (
         field(default="forward_kl", metadata={"help": "How far the student's distribution is from the teacher's."})
@@ -115,3 +119,25 @@ class Distill:
             raise RecipeError(f"mix = {self.mix} must be below 1: at 1 the mixture is one of the distributions itself")
         if not LAYER_MAP.fullmatch(self.layer_map):
             raise RecipeError(f"layer_map = {self.layer_map!r}: give pairs of layers student:teacher, as in 0:1,1:3")
+        if self.teacher_cache is not None and (self.hidden or self.attention):
+            raise RecipeError("teacher_cache holds logits alone; leave it out, or hidden and attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheTeacher:
+    """Keep what the teacher says of a data set, to distill from later."""
+
+    teacher: str = field(metadata={"help": "Model folder or GGUF file.", "model": True})
+    data: tuple[Path, ...] = field(metadata={"help": "Text to learn from: JSONL, Parquet or plain text."})
+    valid: tuple[Path, ...] = field(
+        default=(), metadata={"help": "Held-out text; part of the training text if not given."}
+    )
+    top_k: int = field(
+        default=64,
+        metadata={"help": "Likeliest tokens to keep, with one bucket for the others; 0 keeps all tokens.", "min": 0},
+    )
+    temperature: float = field(
+        default=2.0, metadata={"help": "What to distill at; without effect if top_k is 0.", "above": 0}
+    )
+    sequence_length: int = field(default=512, metadata={"help": "Tokens in a packed row.", "min": 2, "max": 2**20})
+    per_device_batch: int = field(default=8, metadata={"help": "Rows that a device reads at once.", "min": 1})

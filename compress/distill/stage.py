@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from compress.data.batches import Batches
 from compress.data.rows import Rows, keep_quarantine
 from compress.data.split import training_and_held_out
+from compress.distill.cache import CachedBatches, TeacherCache, identity
 from compress.distill.loss import loss_of
 from compress.distill.settings import Distill
 from compress.distill.strategies import PROJECTION, make_matching
-from compress.distill.student import initial_student, student_architecture
+from compress.distill.student import initial_student, read_cut, student_architecture
 from compress.distill.temperature import TemperedBatches, temperatures
 from compress.errors import RecipeError
 from compress.models.decoder import partition, stack, unstack
-from compress.models.folder import Model, architecture, load, parameter_count, save, to_host
+from compress.models.folder import Model, load, parameter_count, save, to_host, without_weights
 from compress.record import TRACE
 from compress.settings import Common
 from compress.tokenizer import same_tokenizer
@@ -37,14 +38,18 @@ def run(settings: Distill, common: Common) -> dict[str, Any]:
     """
     assert common.out is not None
     with shared_folder(common.out, common.force) as folder:
-        student_architecture(settings.student, architecture(settings.teacher))  # what it refuses, it refuses early
-        teacher = load(settings.teacher).merged().dequantized()
-        student = initial_student(settings, common, teacher)
-        check_pair(teacher, student)
+        outline = without_weights(settings.teacher)
+        student_architecture(settings.student, outline.config)  # what it refuses, it refuses early
         options = {"columns": common.data.columns, "bad_rows": common.data.bad_rows}
         rows, valid = training_and_held_out(settings.data, settings.valid, **options)
+        cache = open_cache(settings, common, outline, rows, valid)
+        cut = read_cut(settings.student, outline.config)
+        teacher = load(settings.teacher).merged().dequantized() if cache is None or cut else outline
+        student = initial_student(settings, common, teacher)
+        teacher = teacher if cache is None else outline  # its weights may go
+        check_pair(teacher, student)
         checkpoints = open_checkpoints(settings, common)
-        trained, trace, facts = distill(teacher, student, rows, valid, settings, common, checkpoints)
+        trained, trace, facts = distill(teacher, student, rows, valid, settings, common, checkpoints, cache)
         skipped = keep_quarantine(folder, rows, valid)
         (folder / TRACE).write_text(trace.to_json())
         save(trained, folder, {"stage": "distill", "teacher": settings.teacher, **facts})
@@ -59,6 +64,20 @@ def run(settings: Distill, common: Common) -> dict[str, Any]:
         **facts,
         **skipped,
     }
+
+
+def open_cache(settings: Distill, common: Common, teacher: Model, rows: Rows, valid: Rows) -> TeacherCache | None:
+    """The cache that the settings name; None where they name none.
+
+    Raises:
+      RecipeError: it is of another teacher, other data, or was made otherwise.
+      ArtifactError: it is damaged.
+    """
+    if settings.teacher_cache is None:
+        return None
+    cache = TeacherCache(settings.teacher_cache)
+    cache.require(identity(settings, common, teacher.tokenizer, rows, valid), settings)
+    return cache
 
 
 def check_pair(teacher: Model, student: Model) -> None:
@@ -82,8 +101,12 @@ def distill(
     settings: Distill,
     common: Common,
     checkpoints: Checkpoints | None = None,
+    cache: TeacherCache | None = None,
 ) -> tuple[Model, Trace, dict[str, Any]]:
-    """The student after training on `rows`, judged by `valid`; its trace, and what the data was."""
+    """The student after training on `rows`, judged by `valid`; its trace, and what the data was.
+
+    With `cache`, the teacher's weights are not looked at.
+    """
     dtype = jnp.dtype(common.dtype)
     matching = make_matching(settings, student.config, teacher.config)
     shape: dict[str, Any] = {"size": settings.global_batch, "length": settings.sequence_length, "seed": common.seed}
@@ -94,11 +117,14 @@ def distill(
     plan = fit_settings(settings, batches, common.seed, mesh)
 
     loss = loss_of(settings, student.config, teacher.config, dtype)
-    stream: Batches | TemperedBatches = batches
+    stream: Batches | TemperedBatches | CachedBatches = batches
     if settings.temperature_end is not None:
         ends = settings.temperature, settings.temperature_end
         stream = TemperedBatches(batches, temperatures(settings.temperature_schedule, *ends, plan.steps))
-    frozen = place(mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), stack(teacher.config, teacher.weights)))
+    if cache is not None:
+        stream, checks, frozen = CachedBatches(stream, cache), [cache.attach(batch) for batch in checks], None
+    else:
+        frozen = place(mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), stack(teacher.config, teacher.weights)))
     trainable = stack(student.config, student.dequantized().weights)
     if matching is not None:
         projections = matching.projections(jax.random.key(common.seed))

@@ -113,16 +113,26 @@ def check_shapes(config: DecoderConfig, weights: Mapping[str, Any]) -> None:
         raise ArtifactError(f"tensors do not fit config.json: {shown}{more}")
 
 
-def architecture(path: str | os.PathLike) -> DecoderConfig:
-    """What kind of model lies at `path`; no weight is read.
+def without_weights(path: str | os.PathLike) -> Model:
+    """The model at `path` less its weights, of which none is read.
 
     Raises:
       ArtifactError: nothing that can be read lies there, or it is of an unknown kind.
     """
     try:
-        return read_config(read(path).config)
+        checkpoint = read(path)
+        return Model(checkpoint.config, read_config(checkpoint.config), {}, checkpoint.files)
     except ArtifactError as error:
         raise ArtifactError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+
+
+def architecture(path: str | os.PathLike) -> DecoderConfig:
+    """What kind of model lies at `path`; no weight is read.
+
+    Raises:
+      ArtifactError: as `without_weights`.
+    """
+    return without_weights(path).config
 
 
 def load(path: str | os.PathLike, dtype: str = "float32") -> Model:
@@ -194,4 +204,4 @@ def save(model: Model, folder: Path, facts: Mapping[str, Any] | None = None) -> 
 
 def parameter_count(model: Model) -> int:
     """Number of weights, the embedding counted once."""
-    return sum(int(np.prod(value.shape)) for value in model.weights.values())
+    return sum(int(np.prod(shape)) for shape in shapes(model.config).values())

@@ -1,0 +1,222 @@
+"""`compress cache-teacher`: the teacher reads every example once, and what it says of it is kept (see `cache`).
+
+A group of examples is a shard. Shards are written one by one into a folder beside the output, each whole or not at all,
+and which examples are in which shard follows from the settings and the data; so a run that was killed goes on with the
+first shard that is missing, and ends with the same bytes as one that was not.
+
+Letters: B rows, T tokens of a row, D model, K likeliest tokens, W columns (see `cache`).
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from compress.data.batch import Batch
+from compress.data.batches import Batches
+from compress.data.examples import Example
+from compress.data.pack import batch_of, pack
+from compress.data.rows import keep_quarantine
+from compress.data.split import training_and_held_out
+from compress.distill.buckets import top_buckets
+from compress.distill.cache import IDENTITY, LOWEST, identity, key_of, segments_of
+from compress.distill.settings import CacheTeacher
+from compress.errors import RecipeError
+from compress.models.decoder import Stacked, head, hidden_states, project, stack
+from compress.models.folder import Model, load
+from compress.models.linear import dense
+from compress.record import VERSION
+from compress.settings import Common
+from compress.train.course import mesh_of_devices
+from compress.train.mesh import batch_sharding, place
+from export.atomic import atomic_file, atomic_folder
+from export.errors import ArtifactError
+from export.manifest import write_manifest
+from export.safetensors import write_file
+from export.untrusted import read_object
+
+SHARD_BYTES = 256 << 20  # of log-probabilities and ids; an example with more has a shard of its own
+CHUNK = 128  # tokens whose logits exist at once
+
+Group = dict[bytes, Example]
+
+
+def run(settings: CacheTeacher, common: Common) -> dict[str, Any]:
+    """Write the cache, or go on with one that was interrupted.
+
+    Raises:
+      RecipeError, DataError, ArtifactError: settings, data or a teacher that will not do.
+    """
+    assert common.out is not None
+    teacher = load(settings.teacher).merged().dequantized()
+    vocabulary = teacher.config.vocab_size
+    if settings.top_k > vocabulary:
+        raise RecipeError(f"top_k = {settings.top_k}: the teacher has {vocabulary} tokens; --top-k 0 keeps all")
+    rows, valid = training_and_held_out(
+        settings.data, settings.valid, columns=common.data.columns, bad_rows=common.data.bad_rows
+    )
+    made_from = identity(settings, common, teacher.tokenizer, rows, valid) | {
+        "top_k": settings.top_k,
+        "temperature": settings.temperature if settings.top_k else None,
+        "vocabulary": vocabulary,
+        "computed_in": common.dtype,
+        "version": VERSION,
+    }
+    columns = settings.top_k + 1 if settings.top_k else vocabulary
+    id_type = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+    most = SHARD_BYTES // (2 * columns + id_type.itemsize * settings.top_k)
+    sources = [Batches(source, teacher.tokenizer, size=1, length=settings.sequence_length) for source in (rows, valid)]
+    groups = lambda: grouped(chain.from_iterable(source.examples() for source in sources), most)  # noqa: E731
+    size = settings.per_device_batch * jax.device_count()
+    cut = partial(batches_of, size=size, length=settings.sequence_length, pad_id=teacher.tokenizer.pad_id or 0)
+
+    folder = open_partial(common, made_from)
+    shards, examples, targets, left = 0, 0, 0, 0
+    for shards, group in enumerate(groups(), 1):
+        examples += len(group)
+        targets += sum(int(sample.mask.sum()) for sample in group.values())
+        left += 0 if shard(folder, shards - 1).exists() else sum(1 for _ in cut(group))
+    say, done = teller(teacher, settings, common), 0
+    for number, group in enumerate(groups()):
+        if shard(folder, number).exists():
+            continue
+        said: dict[bytes, tuple[np.ndarray, ...]] = {}
+        for batch in cut(group):
+            said |= collect(batch, *say(batch), settings.teacher)
+            done += 1
+            common.progress("cache-teacher", done, left)
+        with atomic_file(shard(folder, number)) as temporary:
+            write_file(arrays_of(said, list(group), id_type), temporary)
+    skipped = keep_quarantine(folder, rows, valid)
+    written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    facts = {"examples": examples, "tokens": targets, "bytes": written, "bits_per_token": 8 * written / targets}
+    write_manifest(folder, facts)
+    with atomic_folder(common.out, common.force) as out:
+        folder.rename(out)
+    return {"out": str(common.out), "shards": shards, **facts, "rows": rows.quarantine.counts(), **skipped}
+
+
+def open_partial(common: Common, made_from: dict[str, Any]) -> Path:
+    """The folder beside the output that shards are written into, made or found again.
+
+    Raises:
+      RecipeError: shards of another cache lie there, and `common.force` is not given.
+    """
+    assert common.out is not None
+    folder = common.out.with_name(f"{common.out.name}.partial")
+    if (folder / IDENTITY).exists():
+        found = read_object(folder, IDENTITY)
+        named = [name for name in {**found, **made_from} if found.get(name) != made_from.get(name)]
+        if named and not common.force:
+            raise RecipeError(
+                f"{folder}: the begun cache of another {', '.join(named)}; --force removes it and starts anew"
+            )
+        if named:
+            shutil.rmtree(folder)
+        else:
+            common.progress.say(f"cache-teacher: goes on with {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for half in folder.glob(".*.tmp"):
+        half.unlink()
+    with atomic_file(folder / IDENTITY, force=True) as temporary:
+        temporary.write_text(json.dumps(made_from, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return folder
+
+
+def shard(folder: Path, number: int) -> Path:
+    """The file of a group."""
+    return folder / f"{number:05}.safetensors"
+
+
+def grouped(examples: Iterable[Example], most: int) -> Iterator[Group]:
+    """The examples that have targets, each once, in order, by key; in groups of at most `most` targets, or of one."""
+    seen: set[bytes] = set()
+    group: Group = {}
+    held = 0
+    for sample in examples:
+        key, targets = key_of(sample.tokens, sample.mask), int(sample.mask.sum())
+        if key in seen or not targets:
+            continue
+        if group and held + targets > most:
+            yield group
+            group, held = {}, 0
+        seen.add(key)
+        group[key] = sample
+        held += targets
+    if group:
+        yield group
+
+
+def batches_of(group: Group, *, size: int, length: int, pad_id: int) -> Iterator[Batch]:
+    """A group, packed."""
+    samples = list(group.values())
+    rows = [[samples[i] for i in row] for row in pack([len(sample) for sample in samples], length)]
+    for at in range(0, len(rows), size):
+        yield batch_of(rows[at : at + size], size, length, pad_id)
+
+
+def teller(
+    teacher: Model, settings: CacheTeacher, common: Common
+) -> Callable[[Batch], tuple[np.ndarray, np.ndarray | None]]:
+    """A function of a batch: log-probabilities float16 [B, T, W], at t those of token t + 1, and ids [B, T, K]."""
+    config, k, mesh = teacher.config, settings.top_k, mesh_of_devices()
+
+    @jax.jit
+    def say(stacked: Stacked, batch: Batch):
+        hidden = hidden_states(config, stacked, batch.tokens, positions=batch.positions, segments=batch.segments)
+        weight = dense(head(config, stacked), hidden.dtype)
+
+        def token(state):
+            logits = project(config, state, weight)
+            log_probs, ids = top_buckets(logits, k, settings.temperature) if k else (jax.nn.log_softmax(logits), None)
+            return jnp.maximum(log_probs, LOWEST).astype(jnp.float16), ids
+
+        # Over time, so that rows stay on their devices.
+        chunk = max(1, CHUNK // len(batch.tokens))
+        return jax.lax.map(jax.vmap(token), jnp.moveaxis(hidden, 1, 0), batch_size=chunk)
+
+    dtype = jnp.dtype(common.dtype)
+    stacked = jax.tree.map(lambda leaf: leaf.astype(dtype), stack(config, teacher.weights))
+    if mesh is not None:
+        stacked = place(mesh, stacked)
+
+    def run(batch: Batch) -> tuple[np.ndarray, np.ndarray | None]:
+        found = say(stacked, batch if mesh is None else jax.device_put(batch, batch_sharding(mesh)))
+        return jax.tree.map(lambda leaf: np.moveaxis(np.asarray(leaf), 0, 1), found)
+
+    return run
+
+
+def collect(
+    batch: Batch, log_probs: np.ndarray, ids: np.ndarray | None, teacher: str
+) -> dict[bytes, tuple[np.ndarray, ...]]:
+    """What the teacher says of each example's targets, by its key.
+
+    Raises:
+      ArtifactError: NaN or Inf.
+    """
+    found = {}
+    for key, row, targets in segments_of(batch):
+        found[key] = tuple(array[row, targets - 1] for array in (log_probs, ids) if array is not None)
+        if not np.isfinite(found[key][0]).all():
+            begin = np.asarray(batch.tokens)[row, : targets[0] + 1][-8:].tolist()
+            raise ArtifactError(f"{teacher}: NaN or Inf in its logits after the tokens {begin}; try --dtype float32")
+    return found
+
+
+def arrays_of(said: dict[bytes, tuple[np.ndarray, ...]], keys: list[bytes], id_type: np.dtype) -> dict[str, np.ndarray]:
+    """A shard's tensors, examples in the order of `keys`."""
+    log_probs, *ids = (np.concatenate(parts) for parts in zip(*(said[key] for key in keys), strict=True))
+    return {
+        "keys": np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1),
+        "counts": np.array([len(said[key][0]) for key in keys], np.int32),
+        "log_probs": log_probs,
+        **({"ids": ids[0].astype(id_type)} if ids else {}),
+    }
