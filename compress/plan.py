@@ -28,10 +28,11 @@ from compress.data.batches import BUFFER
 from compress.data.pack import batch_of, pair_batch_of
 from compress.data.rows import Rows
 from compress.data.split import ONE_IN
+from compress.distill.cache import IDENTITY, Cached, id_type, widths
 from compress.distill.loss import loss_of as distillation_loss
 from compress.distill.settings import Distill
 from compress.distill.strategies import make_matching
-from compress.distill.student import student_architecture
+from compress.distill.student import read_cut, student_architecture
 from compress.evaluate import BATCH, CHUNK
 from compress.models.config import DecoderConfig
 from compress.models.decoder import (
@@ -60,6 +61,7 @@ from compress.train.course import VALIDATION_BATCHES, mesh_of_devices
 from compress.train.mesh import batch_sharding, on_mesh, weight_shardings
 from compress.train.step import FitSettings, LossFn, make_step, rows_across
 from export.quantized import QuantizedTensor, QuantSpec
+from export.untrusted import read_object
 
 GB = 1e9
 BYTES_PER_TOKEN = 4  # of a data file; English text has four to five
@@ -191,25 +193,28 @@ class Plan:
     def distill(self, settings: Distill) -> Need:
         """The teacher in float32 on the host, two copies of the best student, and the step beside the first weights.
 
+        With a cache of the teacher, its weights are there at most before the training, to be cut.
+
         Operations: of a token the teacher's forward pass and three times the student's (forward, and the gradients
         of inputs and of weights).
         """
         assert self.teacher is not None
         length, student = settings.sequence_length, self.first
         loss = distillation_loss(settings, student, self.teacher, self.dtype)
-        trainable, frozen = (
-            _stacked(c, _floats(c, d)) for c, d in ((student, jnp.float32), (self.teacher, self.dtype))
-        )
+        trainable, whole = _stacked(student, _floats(student, jnp.float32)), size(_floats(self.teacher, jnp.float32))
+        batch, cached = _batch(settings.global_batch, length), settings.teacher_cache
+        frozen = None if cached else _stacked(self.teacher, _floats(self.teacher, self.dtype))
         if matching := make_matching(settings, student, self.teacher):
             projections = jax.eval_shape(matching.projections, jax.random.key(0))
             trainable = dataclasses.replace(trainable, rest=trainable.rest | projections)
-        held = self.training(loss, trainable, frozen, _batch(settings.global_batch, length), settings)
-        ours, theirs = forward_flops(student, length), forward_flops(self.teacher, length)
+        held = self.training(loss, trainable, frozen, _cached(batch, cached) if cached else batch, settings)
+        ours, theirs = forward_flops(student, length), 0.0 if cached else forward_flops(self.teacher, length)
         steps, checks = self.course(settings)
         tokens = settings.global_batch * length
         return Need(
             device=held + size(trainable),
-            host=size(_floats(self.teacher, jnp.float32)) + 2 * size(trainable) + buffer_bytes(settings.data),
+            host=(0 if cached else whole) + 2 * size(trainable) + buffer_bytes(settings.data),
+            loading=whole if cached and read_cut(settings.student, self.teacher) else 0,
             disk=size(_floats(student, jnp.bfloat16)) + checkpoint_bytes(trainable),
             flops=tokens * (steps * (theirs + 3 * ours) + checks * (theirs + ours)),
         )
@@ -327,7 +332,9 @@ class Plan:
             return _packed(config, specs_of(self.settings["quantize"], config), dtype)
         return _floats(config, dtype)
 
-    def training(self, loss: LossFn, trainable: Stacked, frozen: Stacked, batch: Any, settings: Distill | Align) -> int:
+    def training(
+        self, loss: LossFn, trainable: Stacked, frozen: Stacked | None, batch: Any, settings: Distill | Align
+    ) -> int:
         """Bytes of a step, or of a validation beside AdamW's state, whichever is more."""
         fit = FitSettings(
             steps=1,
@@ -486,6 +493,17 @@ def _shapes(tree: Any) -> Any:
 
 def _batch(rows: int, length: int) -> Any:
     return _shapes(batch_of([], rows, length))
+
+
+def _cached(batch: Any, folder: Path) -> Cached:
+    """A batch with what the cache in `folder` says of it."""
+    found = read_object(folder, IDENTITY)
+    top_k, width = widths(folder, found)
+    def said(columns: int, dtype: Any) -> Any:
+        return shape_of((*batch.tokens.shape, columns), dtype)
+
+    ids = said(top_k, id_type(found["vocabulary"])) if top_k else None
+    return Cached(batch, said(width, jnp.float16), ids)
 
 
 def _rounded(row: dict[str, float]) -> dict[str, float]:

@@ -302,6 +302,7 @@ def test_verify_knows_another_model_by_its_logits(finished, tmp_path, capsys):
 
 def test_every_command_prints_json_that_any_reader_takes(world, capsys):
     commands = (
+        "cache-teacher --teacher teacher --data train.jsonl --sequence-length 32 --top-k 8 --out cache",
         "distill --out a",
         "align --model a --out b",
         "quantize --model b --out c",

@@ -1,6 +1,6 @@
 """A next-token distribution as a few named tokens and one bucket for all others.
 
-Letters: V vocabulary, K named tokens.
+Letters: V vocabulary, K named tokens, W = K + 1 buckets.
 """
 
 import jax
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from compress.models.attention import MASKED
 
 
-def log_buckets(logits: Float[Array, " V"], ids: Int[Array, " K"]) -> Float[Array, " K+1"]:
+def log_buckets(logits: Float[Array, " V"], ids: Int[Array, " K"]) -> Float[Array, " W"]:
     """Log-probabilities in float32 of the tokens `ids`, each named once, and of all others together.
 
     An id beyond V, and the others where there are none, have `MASKED`: a probability of zero.
@@ -22,7 +22,7 @@ def log_buckets(logits: Float[Array, " V"], ids: Int[Array, " K"]) -> Float[Arra
 
 def top_buckets(
     logits: Float[Array, " V"], k: int, temperature: float
-) -> tuple[Float[Array, " K+1"], Int[Array, " K"]]:
+) -> tuple[Float[Array, " W"], Int[Array, " K"]]:
     """`log_buckets` at `temperature` of the k likeliest tokens, likeliest first, and their ids."""
     ids = jax.lax.top_k(logits, k)[1]
     return log_buckets(logits / temperature, ids), ids

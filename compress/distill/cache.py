@@ -204,6 +204,11 @@ def widths(folder: Path, identity: dict[str, Any]) -> tuple[int, int]:
     return top_k, top_k + 1 if top_k else vocabulary
 
 
+def id_type(vocabulary: int) -> np.dtype:
+    """The smallest dtype that ids are kept in."""
+    return np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+
+
 def _short(value: Any) -> str:
     """A value in a message; a hash by its first digits."""
     return value[:8] if isinstance(value, str) else str(value)

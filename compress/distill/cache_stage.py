@@ -26,7 +26,7 @@ from compress.data.pack import batch_of, pack
 from compress.data.rows import keep_quarantine
 from compress.data.split import training_and_held_out
 from compress.distill.buckets import top_buckets
-from compress.distill.cache import IDENTITY, LOWEST, identity, key_of, segments_of
+from compress.distill.cache import IDENTITY, LOWEST, id_type, identity, key_of, segments_of
 from compress.distill.settings import CacheTeacher
 from compress.errors import RecipeError
 from compress.models.decoder import Stacked, head, hidden_states, project, stack
@@ -69,9 +69,8 @@ def run(settings: CacheTeacher, common: Common) -> dict[str, Any]:
         "computed_in": common.dtype,
         "version": VERSION,
     }
-    columns = settings.top_k + 1 if settings.top_k else vocabulary
-    id_type = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
-    most = SHARD_BYTES // (2 * columns + id_type.itemsize * settings.top_k)
+    columns, ids = settings.top_k + 1 if settings.top_k else vocabulary, id_type(vocabulary)
+    most = SHARD_BYTES // (2 * columns + ids.itemsize * settings.top_k)
     sources = [Batches(source, teacher.tokenizer, size=1, length=settings.sequence_length) for source in (rows, valid)]
     groups = lambda: grouped(chain.from_iterable(source.examples() for source in sources), most)  # noqa: E731
     size = settings.per_device_batch * jax.device_count()
@@ -93,7 +92,7 @@ def run(settings: CacheTeacher, common: Common) -> dict[str, Any]:
             done += 1
             common.progress("cache-teacher", done, left)
         with atomic_file(shard(folder, number)) as temporary:
-            write_file(arrays_of(said, list(group), id_type), temporary)
+            write_file(arrays_of(said, list(group), ids), temporary)
     skipped = keep_quarantine(folder, rows, valid)
     written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     facts = {"examples": examples, "tokens": targets, "bytes": written, "bits_per_token": 8 * written / targets}
@@ -211,12 +210,12 @@ def collect(
     return found
 
 
-def arrays_of(said: dict[bytes, tuple[np.ndarray, ...]], keys: list[bytes], id_type: np.dtype) -> dict[str, np.ndarray]:
-    """A shard's tensors, examples in the order of `keys`."""
+def arrays_of(said: dict[bytes, tuple[np.ndarray, ...]], keys: list[bytes], dtype: np.dtype) -> dict[str, np.ndarray]:
+    """A shard's tensors, examples in the order of `keys`, ids as `dtype`."""
     log_probs, *ids = (np.concatenate(parts) for parts in zip(*(said[key] for key in keys), strict=True))
     return {
         "keys": np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1),
         "counts": np.array([len(said[key][0]) for key in keys], np.int32),
         "log_probs": log_probs,
-        **({"ids": ids[0].astype(id_type)} if ids else {}),
+        **({"ids": ids[0].astype(dtype)} if ids else {}),
     }

@@ -1,7 +1,7 @@
 """The distillation loss: a divergence at temperature tau, mixed with cross-entropy, over chunks of tokens, and what
 else the student copies from the teacher's layers.
 
-Letters: B batch, T time, V vocabulary, W the teacher's, K its likeliest tokens.
+Letters: B batch, T time, N = T - 1 predictions, V and U vocabularies, K tokens of a cache, W = K + 1 buckets.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from compress.train.step import LossFn
 
 def token_loss(
     student: Float[Array, " V"],
-    teacher: Float[Array, " W"],
+    teacher: Float[Array, " U"],
     target: Int[Array, ""],
     temperature: Float[Array, ""],
     *,
@@ -48,7 +48,7 @@ def token_loss(
 
 def top_k_loss(
     student: Float[Array, " V"],
-    log_probs: Float[Array, " K+1"],
+    log_probs: Float[Array, " W"],
     ids: Int[Array, " K"],
     target: Int[Array, ""],
     temperature: Float[Array, ""],
@@ -196,7 +196,7 @@ def cached_loss(
     return loss
 
 
-def _tempered(batch: Batch | Tempered, temperature: float) -> tuple[Batch, Float[Array, "B T-1"]]:
+def _tempered(batch: Batch | Tempered, temperature: float) -> tuple[Batch, Float[Array, "B N"]]:
     """A batch, and the temperature of each of its predictions."""
     batch, tau = batch if isinstance(batch, Tempered) else (batch, jnp.full(len(batch.tokens), temperature))
     return batch, jnp.broadcast_to(tau[:, None], batch.mask[:, 1:].shape)
