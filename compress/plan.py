@@ -499,6 +499,7 @@ def _cached(batch: Any, folder: Path) -> Cached:
     """A batch with what the cache in `folder` says of it."""
     found = read_object(folder, IDENTITY)
     top_k, width = widths(folder, found)
+
     def said(columns: int, dtype: Any) -> Any:
         return shape_of((*batch.tokens.shape, columns), dtype)
 

@@ -126,8 +126,7 @@ def test_dpo_of_a_model_is_its_definition(parts, dpo):
     base, _, adapters, pairs = parts
     policy = with_adapters(base, adapters, SCALE)
     ratios = [
-        ours - theirs
-        for ours, theirs in zip(sides(tiny.STUDENT, policy, pairs), sides(tiny.STUDENT, base, pairs))
+        ours - theirs for ours, theirs in zip(sides(tiny.STUDENT, policy, pairs), sides(tiny.STUDENT, base, pairs))
     ]
     total, count, metrics = dpo(adapters, base, pairs, None)
     margins = BETA * (ratios[0] - ratios[1])

@@ -95,7 +95,9 @@ ids = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
 @settings(max_examples=200, deadline=None)
-@given(shared=st.lists(st.integers(0, 2), max_size=8), own=st.tuples(ids, ids), starts=st.tuples(*[st.integers(0, 9)] * 2))
+@given(
+    shared=st.lists(st.integers(0, 2), max_size=8), own=st.tuples(ids, ids), starts=st.tuples(*[st.integers(0, 9)] * 2)
+)
 def test_each_branch_with_the_trunk_is_its_example_however_much_they_share(shared, own, starts):
     """Prompts of unequal length or content too: only what no answer learns is shared."""
     pair = []

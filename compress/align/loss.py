@@ -4,6 +4,7 @@ Letters: B rows, T time.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from compress.train.step import LossFn
 
 
 def _hidden(config: DecoderConfig, stacked: Stacked, batch: Batch) -> Float[Array, "B T D"]:
-    view = {"positions": batch.positions, "segments": batch.segments, "branches": batch.branches}
+    view: dict[str, Any] = {"positions": batch.positions, "segments": batch.segments, "branches": batch.branches}
     return hidden_states(config, stacked, batch.tokens, **view)
 
 
@@ -46,6 +47,7 @@ def answers(values: Float[Array | np.ndarray, "B T"], branches: Int[Array | np.n
 
 def answer_log_probabilities(config: DecoderConfig, stacked: Stacked, rows: Batch) -> Float[Array, "2 B"]:
     """Log-probabilities of the chosen and of the rejected answers' targets, summed, in nats."""
+    assert rows.branches is not None
     return -answers(token_nll(config, stacked, rows), rows.branches[:, 1:])
 
 
@@ -96,6 +98,7 @@ def preference_loss(
     def loss(adapters: Stacked, base: Stacked, pairs: PairBatch, keys):
         policy = with_adapters(base, adapters, scale, rate=dropout, keys=keys)
         log_probability = answer_log_probabilities(config, policy, pairs.rows)
+        assert pairs.rows.branches is not None
         targets = answers(pairs.rows.mask, pairs.rows.branches)
         tokens = jnp.maximum(targets, 1)
         reference = jnp.stack([pairs.reference_chosen, pairs.reference_rejected]) if has_reference else 0.0

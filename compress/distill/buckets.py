@@ -20,9 +20,7 @@ def log_buckets(logits: Float[Array, " V"], ids: Int[Array, " K"]) -> Float[Arra
     return jnp.append(named, jax.nn.logsumexp(logs.at[ids].set(MASKED, mode="drop")))
 
 
-def top_buckets(
-    logits: Float[Array, " V"], k: int, temperature: float
-) -> tuple[Float[Array, " W"], Int[Array, " K"]]:
+def top_buckets(logits: Float[Array, " V"], k: int, temperature: float) -> tuple[Float[Array, " W"], Int[Array, " K"]]:
     """`log_buckets` at `temperature` of the k likeliest tokens, likeliest first, and their ids."""
     ids = jax.lax.top_k(logits, k)[1]
     return log_buckets(logits / temperature, ids), ids

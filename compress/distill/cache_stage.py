@@ -165,7 +165,7 @@ def teller(
     teacher: Model, settings: CacheTeacher, common: Common
 ) -> Callable[[Batch], tuple[np.ndarray, np.ndarray | None]]:
     """A function of a batch: log-probabilities float16 [B, T, W], at t those of token t + 1, and ids [B, T, K]."""
-    config, k, mesh = teacher.config, settings.top_k, mesh_of_devices()
+    config, k, mesh = teacher.config, settings.top_k, mesh_of_devices(common.mesh)
 
     @jax.jit
     def say(stacked: Stacked, batch: Batch):
