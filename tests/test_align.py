@@ -90,11 +90,6 @@ def test_the_reference_is_the_model_with_its_adapters_off(parts):
     np.testing.assert_allclose(run(base, pairs.rows), [pairs.reference_chosen, pairs.reference_rejected], rtol=1e-5)
 
 
-def sides(config, stacked, pairs):
-    """Log-probabilities of both answers, each from a row of its own."""
-    return [tiny.dense_log_probability(config, stacked, tiny.alone(pairs.rows, side)) for side in (CHOSEN, REJECTED)]
-
-
 @pytest.mark.parametrize("case", EXEMPLARS.values())
 def test_a_pair_in_one_row_has_the_log_probabilities_and_gradients_of_two(case):
     config, stacked, rows = config_of(case), stacked_of(case), tiny.pairs(2, rows=4, length=24).rows
@@ -126,7 +121,10 @@ def test_dpo_of_a_model_is_its_definition(parts, dpo):
     base, _, adapters, pairs = parts
     policy = with_adapters(base, adapters, SCALE)
     ratios = [
-        ours - theirs for ours, theirs in zip(sides(tiny.STUDENT, policy, pairs), sides(tiny.STUDENT, base, pairs))
+        ours - theirs
+        for ours, theirs in zip(
+            tiny.dense_answers(tiny.STUDENT, policy, pairs), tiny.dense_answers(tiny.STUDENT, base, pairs)
+        )
     ]
     total, count, metrics = dpo(adapters, base, pairs, None)
     margins = BETA * (ratios[0] - ratios[1])
@@ -139,7 +137,7 @@ def test_dpo_of_a_model_is_its_definition(parts, dpo):
     }
     assert float(total) == pytest.approx(np.log1p(np.exp(-margins)).sum(), rel=1e-4)
     nll, targets = metrics.pop("cross_entropy")
-    chosen, _ = sides(tiny.STUDENT, policy, pairs)
+    chosen, _ = tiny.dense_answers(tiny.STUDENT, policy, pairs)
     learnt = pairs.rows.mask[pairs.rows.branches == CHOSEN].sum()
     assert (float(nll), float(targets)) == (pytest.approx(-chosen.sum(), rel=1e-4), learnt)
     assert {name: float(value) for name, (value, _) in metrics.items()} == pytest.approx(sums, rel=1e-3, abs=1e-3)
@@ -380,7 +378,7 @@ def test_scores_of_held_out_pairs_are_those_of_the_folder_written(aligned, data,
     (pairs,) = PairBatches(rows, model.tokenizer, size=8, length=PLAN["sequence_length"], epochs=1, shuffle=False)
     for name, one in {"": model.merged(), "reference_": dataclasses.replace(model, adapters=None)}.items():
         stacked = decoder.stack(one.config, one.weights)
-        for side, found in zip(("chosen", "rejected"), sides(one.config, stacked, pairs)):
+        for side, found in zip(("chosen", "rejected"), tiny.dense_answers(one.config, stacked, pairs)):
             np.testing.assert_allclose(scores[name + side], found, rtol=2e-3, atol=2e-3)
     margins = np.subtract(scores["chosen"], scores["reference_chosen"]) - np.subtract(
         scores["rejected"], scores["reference_rejected"]
@@ -446,7 +444,7 @@ def test_adapters_that_land_are_scored_as_rounding_to_nearest_leaves_them(folder
     landed = {name: QUANTIZERS["rtn"].quantize(merged.weights[name], spec) for name in decoder.linears(base.config)}
     rows = Rows(data / "valid.jsonl", kinds=("preference",))
     (pairs,) = PairBatches(rows, base.tokenizer, size=8, length=PLAN["sequence_length"], epochs=1, shuffle=False)
-    chosen, _ = sides(base.config, decoder.stack(base.config, merged.weights | landed), pairs)
+    chosen, _ = tiny.dense_answers(base.config, decoder.stack(base.config, merged.weights | landed), pairs)
     np.testing.assert_allclose(scores["chosen"], chosen, rtol=2e-3, atol=2e-3)
 
 

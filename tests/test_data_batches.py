@@ -176,6 +176,22 @@ def test_pairs_stand_side_by_side_and_cut_ones_are_counted(tmp_path, byte_tokeni
     assert rows.quarantine.reasons == {"no target left in 8 tokens": 1}
 
 
+@pytest.mark.parametrize(
+    ("prompt", "rejected", "length", "wanted"),
+    [
+        (10, "b", 64, 40),  # 9 of the prompt, then 21 and 3 tokens, rounded up
+        (0, "b" * 30, 10, 20),  # nothing shared: two answers of 10
+    ],
+)
+def test_rows_are_as_long_as_the_buffer_s_longest_pair_whatever_is_sampled(
+    tmp_path, byte_tokenizer, prompt, rejected, length, wanted
+):
+    path = write(tmp_path, [{"prompt": "p" * prompt, "chosen": "a" * i, "rejected": rejected} for i in range(1, 20)])
+    batches = PairBatches(Rows(path), byte_tokenizer, size=2, length=length, sample=0.2, epochs=3)
+    assert {batch.rows.tokens.shape for batch in batches} == {(2, wanted)}
+    assert batches.slots == wanted * 2 * 6 and 0 < batches.efficiency < 1
+
+
 BAD_PAIRS = [
     {"prompt": "p", "chosen": "a", "rejected": "b", "id": 1},
     {"prompt": "p", "chosen": "a", "rejected": "a"},

@@ -7,7 +7,7 @@ from functools import cache, partial
 import jax
 import numpy as np
 
-from compress.data.batch import Batch, PairBatch
+from compress.data.batch import CHOSEN, REJECTED, Batch, PairBatch
 from compress.data.examples import Example
 from compress.data.pack import batch_of, pair_batch_of
 from compress.models import decoder, read_config
@@ -144,3 +144,8 @@ def dense_log_probability(config, stacked, batch: Batch) -> np.ndarray:
     logs = numpy_log_softmax(logits_of(config, stacked, batch))[:, :-1]
     picked = np.take_along_axis(logs, np.asarray(batch.tokens)[:, 1:, None], axis=-1)[..., 0]
     return (picked * np.asarray(batch.mask)[:, 1:]).sum(axis=1)
+
+
+def dense_answers(config, stacked, pairs: PairBatch) -> list[np.ndarray]:
+    """Log-probabilities of the chosen and of the rejected answers, each from a row of its own, in NumPy."""
+    return [dense_log_probability(config, stacked, alone(pairs.rows, side)) for side in (CHOSEN, REJECTED)]
