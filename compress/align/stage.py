@@ -1,6 +1,7 @@
 """The align stage: a model in; the same model on a 4-bit base, with trained adapters beside it, out."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -37,6 +38,7 @@ from export.peft import SCALINGS, Adapters
 from export.quantized import QuantizedTensor, QuantSpec
 
 PAIRS = "preference.json"
+SCORED = 1024  # held-out pairs, from which the report takes its intervals; a validation takes fewer
 
 
 def run(settings: Align, common: Common) -> dict[str, Any]:
@@ -205,7 +207,8 @@ class Trainer:
         if not self.is_preference:
             return {}
         scores: dict[str, list[float]] = {}
-        for pairs in self.checks:
+        held_out = self.batches(self.valid, epochs=1, shuffle=False)
+        for pairs in map(self.reference.fill, itertools.islice(held_out, -(-SCORED // self.settings.global_batch))):
             real = np.asarray(pairs.rows.mask.sum(1) > 0)
             chosen, rejected = self.log_probability(adapters, self.base, place_rows(self.mesh, pairs.rows))
             columns = {

