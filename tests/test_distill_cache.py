@@ -188,8 +188,8 @@ def shared(tmp_path_factory):
     write_jsonl(folder / "train.jsonl", [{"text": text} for text in rows(60, 1)] + long)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(cache_stage, "mesh_of_devices", lambda: None)
-        patch.setattr(stage, "mesh_of_devices", lambda: None)
+        patch.setattr(cache_stage, "mesh_of_devices", lambda shape: None)
+        patch.setattr(stage, "mesh_of_devices", lambda shape: None)
         assert cli.main(f"cache-teacher {FLAGS} --top-k 0 --out full".split()) == 0
         assert cli.main(f"cache-teacher {FLAGS} --top-k 16 --out top".split()) == 0
         assert cli.main(f"distill {TRAIN} --out online".split()) == 0
@@ -200,8 +200,8 @@ def shared(tmp_path_factory):
 def world(shared, tmp_path, monkeypatch):
     """A folder with all that there is, of which the caches may be changed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cache_stage, "mesh_of_devices", lambda: None)
-    monkeypatch.setattr(stage, "mesh_of_devices", lambda: None)
+    monkeypatch.setattr(cache_stage, "mesh_of_devices", lambda shape: None)
+    monkeypatch.setattr(stage, "mesh_of_devices", lambda shape: None)
     for name in ("teacher", "train.jsonl"):
         (tmp_path / name).symlink_to(shared / name)
     for name in ("full", "top"):
@@ -345,7 +345,7 @@ def test_training_from_a_cache_is_resumed(world, monkeypatch):
 
 
 def test_a_plan_counts_the_cache_in_the_teacher_s_place(world, monkeypatch, capsys):
-    monkeypatch.setattr(plan, "mesh_of_devices", lambda: None)
+    monkeypatch.setattr(plan, "mesh_of_devices", lambda shape: None)
     table = RECIPE[RECIPE.index("[distill]") : RECIPE.index("[align]")]
     (world / "recipe.toml").write_text(table.replace('valid = ["valid.jsonl"]\n', ""))
     found = []

@@ -35,7 +35,7 @@ from compress.models.linear import dense
 from compress.record import VERSION
 from compress.settings import Common
 from compress.train.course import mesh_of_devices
-from compress.train.mesh import batch_sharding, place
+from compress.train.mesh import place, place_rows
 from export.atomic import atomic_file, atomic_folder
 from export.errors import ArtifactError
 from export.manifest import write_manifest
@@ -182,12 +182,10 @@ def teller(
         return jax.lax.map(jax.vmap(token), jnp.moveaxis(hidden, 1, 0), batch_size=chunk)
 
     dtype = jnp.dtype(common.dtype)
-    stacked = jax.tree.map(lambda leaf: leaf.astype(dtype), stack(config, teacher.weights))
-    if mesh is not None:
-        stacked = place(mesh, stacked)
+    stacked = place(mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), stack(config, teacher.weights)))
 
     def run(batch: Batch) -> tuple[np.ndarray, np.ndarray | None]:
-        found = say(stacked, batch if mesh is None else jax.device_put(batch, batch_sharding(mesh)))
+        found = say(stacked, place_rows(mesh, batch))
         return jax.tree.map(lambda leaf: np.moveaxis(np.asarray(leaf), 0, 1), found)
 
     return run

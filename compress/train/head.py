@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from compress.models.spread import row_devices
@@ -63,7 +64,7 @@ def _join(leaf: Array, time: int) -> Array:
     return moved.reshape(moved.shape[0], -1, *moved.shape[3:])[:, :time]
 
 
-def _take(order: Array, leaf: Array) -> Array:
+def _take(order: Array, leaf: Array | np.ndarray) -> Array:
     """Each row's tokens in that order."""
     return jnp.take_along_axis(leaf, order.reshape(order.shape + (1,) * (leaf.ndim - 2)), axis=1)
 
