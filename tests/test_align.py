@@ -430,7 +430,7 @@ def test_a_staged_mix_begins_with_sft_and_says_what_pairs_weigh(folders, data, t
     assert first["loss"] == pytest.approx(first["cross_entropy"], rel=1e-5)  # answers of one length
     assert second["loss"] < first["loss"]
     assert facts["validation"]["after"]["margin"] > facts["validation"]["before"]["margin"]
-    assert len(asked) == 1  # for the one batch of held-out pairs, of which the report wants it
+    assert len(asked) == 2  # the one batch of held-out pairs, for validations and for the report
     assert json.loads((tmp_path / "out" / "preference.json").read_text())["beta"] == 1.0
 
 

@@ -21,6 +21,7 @@ from eval.report import (
     Convention,
     Curve,
     ErrorRow,
+    Event,
     Generation,
     Measurement,
     Report,
@@ -272,3 +273,14 @@ def test_a_long_line_is_thinned_to_its_ends():
     drawn = line_plot([Line("a", range(100_000), [1.0] * 99_999 + [2.0])], "x", "y")
     assert drawn.count("L") < 400
     assert len(drawn) < 20_000
+
+
+def test_what_guards_did_is_marked_on_the_plot_and_told_beneath():
+    drawn = line_plot([Line("a", [0, 9], [1.0, 2.0])], "step", "loss", [(5, "<went back>")])
+    assert drawn.count('class="mark"') == 1
+    assert "&lt;went back&gt;" in drawn
+    assert line_plot([], "step", "loss", [(5, "x")]) == ""
+    curve = Curve("align", "loss", [1, 2], [1.0, 0.5], [Event(2, "stopped: far")])
+    report = from_json(to_json(Report("r", curves=[curve])))
+    page = to_html(report, judge(report, Policy.built_in()))
+    assert "step 2: stopped: far" in page

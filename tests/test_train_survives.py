@@ -12,12 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compress.device import keep_compiled
 from compress.errors import DataError, Preempted, RecipeError
 from compress.train import fit as loop
 from compress.train.checkpoints import Checkpoints
+from compress.train.course import told_of
 from compress.train.fit import Resumable, fit
 from compress.train.guards import Rebound
 from compress.train.step import FitSettings, halved
+from compress.train.trace import Trace, tell
 from tests.test_train_fit import INPUTS, ROWS, squares, start
 
 STEPS = 12
@@ -296,3 +299,34 @@ def test_a_guard_goes_on_from_its_state():
     second.restore(json.loads(json.dumps(first.state())))
     assert told + [second.observe(loss) for loss in losses[70:]] == expected
     assert any(expected)
+
+
+def test_a_trace_tells_when_a_level_was_reached_and_what_happened():
+    rows = [{"step": float(step), "loss": loss} for step, loss in ((0, 2.0), (5, 0.6), (10, 0.4), (15, 0.45))]
+    trace = Trace(validations=rows, best_step=10)
+    assert (trace.reached(0.5), trace.reached(0.1)) == (10, None)
+    told = told_of(trace, 0.5)
+    assert told["converged"] == {"loss_below": 0.5, "from_step": 10}
+    assert told["peak_memory_bytes"] > 1 << 20
+    assert "converged" not in told_of(trace, None)
+    rollback = {"step": 7, "event": "rollback", "why": "the loss has rebounded", "to": 4, "scale": 0.8}
+    assert tell(rollback) == "the loss has rebounded; went back to step 4 with 0.8 of the learning rate"
+    assert "2 rows at a time" in tell({"step": 1, "event": "out of memory", "per_device_batch": 2})
+    assert tell({"step": 1, "event": "stopped", "why": "far enough"}) == "stopped: far enough"
+    assert "4 times" in tell({"step": 1, "event": "beta", "kl": 0.03, "scale": 4.0})
+
+
+def test_compiled_programs_are_kept_in_the_user_s_cache_unless_told_otherwise(tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_compilation_cache_max_size
+    try:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+        keep_compiled()
+        assert jax.config.jax_compilation_cache_dir == before[0]
+        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        keep_compiled()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compress" / "jax")
+        assert (tmp_path / "compress" / "jax").is_dir()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before[0])
+        jax.config.update("jax_compilation_cache_max_size", before[1])

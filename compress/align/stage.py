@@ -28,7 +28,16 @@ from compress.quantize.rtn import fake_quantize
 from compress.record import TRACE
 from compress.settings import Common
 from compress.train.checkpoints import Checkpoints
-from compress.train.course import fit_settings, held_out, mesh_of_devices, open_checkpoints, reporter, teller, validator
+from compress.train.course import (
+    fit_settings,
+    held_out,
+    mesh_of_devices,
+    open_checkpoints,
+    reporter,
+    teller,
+    told_of,
+    validator,
+)
 from compress.train.fit import fit
 from compress.train.mesh import on_mesh, place, place_rows, replicated
 from compress.train.processes import shared_folder
@@ -38,6 +47,7 @@ from export.peft import SCALINGS, Adapters
 from export.quantized import QuantizedTensor, QuantSpec
 
 PAIRS = "preference.json"
+CONVERGED = 0.5  # held-out DPO loss; log 2 is where it begins
 SCORED = 1024  # held-out pairs, from which the report takes its intervals; a validation takes fewer
 
 
@@ -67,9 +77,7 @@ def run(settings: Align, common: Common) -> dict[str, Any]:
     return {
         "out": str(common.out),
         "method": settings.method,
-        "steps": len(trace.steps),
-        "best_step": trace.best_step,
-        "validation": {"before": trace.validations[0], "after": trace.best},
+        **told_of(trace, CONVERGED if settings.method == "dpo" else None),
         **trainer.facts(),
         **skipped,
     }

@@ -23,11 +23,22 @@ from compress.record import TRACE
 from compress.settings import Common
 from compress.tokenizer import same_tokenizer
 from compress.train.checkpoints import Checkpoints
-from compress.train.course import fit_settings, held_out, mesh_of_devices, open_checkpoints, reporter, teller, validator
+from compress.train.course import (
+    fit_settings,
+    held_out,
+    mesh_of_devices,
+    open_checkpoints,
+    reporter,
+    teller,
+    told_of,
+    validator,
+)
 from compress.train.fit import fit
 from compress.train.mesh import place
 from compress.train.processes import shared_folder
 from compress.train.trace import Trace
+
+CONVERGED = 0.1  # held-out loss
 
 
 def run(settings: Distill, common: Common) -> dict[str, Any]:
@@ -54,13 +65,10 @@ def run(settings: Distill, common: Common) -> dict[str, Any]:
         (folder / TRACE).write_text(trace.to_json())
         save(trained, folder, {"stage": "distill", "teacher": settings.teacher, **facts})
     checkpoints.remove()
-    first, best = trace.validations[0], trace.best
     return {
         "out": str(common.out),
         "parameters": {"teacher": parameter_count(teacher), "student": parameter_count(trained)},
-        "steps": len(trace.steps),
-        "best_step": trace.best_step,
-        "validation": {"before": first, "after": best},
+        **told_of(trace, CONVERGED),
         **facts,
         **skipped,
     }

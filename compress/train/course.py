@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from compress.data.batches import Batches
+from compress.device import peak_memory
 from compress.errors import DataError
 from compress.progress import Progress
 from compress.record import VERSION, contents_of
@@ -17,7 +18,7 @@ from compress.settings import Common, MeshShape
 from compress.train.checkpoints import Checkpoints
 from compress.train.mesh import make_mesh, on_mesh, place_rows
 from compress.train.step import FitSettings, LossFn, mean_of, rows_across, split_rows
-from compress.train.trace import tell
+from compress.train.trace import Trace, tell
 
 VALIDATION_BATCHES = 16
 
@@ -132,6 +133,21 @@ def open_checkpoints(settings: Any, common: Common) -> Checkpoints:
         anew=common.force,
         warn=common.progress.warn,
     )
+
+
+def told_of(trace: Trace, level: float | None) -> dict[str, Any]:
+    """What a stage's result says of its training; `level` is the held-out loss that the field calls converged.
+
+    It is told and nothing more: no run stops for it.
+    """
+    converged = {"loss_below": level, "from_step": trace.reached(level)} if level is not None else None
+    return {
+        "steps": len(trace.steps),
+        "best_step": trace.best_step,
+        "validation": {"before": trace.validations[0], "after": trace.best},
+        **({"converged": converged} if converged else {}),
+        "peak_memory_bytes": peak_memory(),
+    }
 
 
 def teller(progress: Progress, stage: str) -> Callable[[dict[str, Any]], None]:
