@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from startup import SMOLLM2
+from smollm2_shape import CONFIG as SMOLLM2
 
 from compress.align.loss import answer_log_probabilities, preference_loss
 from compress.align.settings import Align

@@ -23,6 +23,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from smollm2_shape import CONFIG as SMOLLM2
 
 from compress.data.pack import batch_of
 from compress.distill.loss import distillation_loss
@@ -32,17 +33,6 @@ from compress.train.step import FitSettings, make_step
 
 GOAL = 1 / 7
 ROWS = 8
-SMOLLM2 = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "rope_theta": 100000.0,
-    "tie_word_embeddings": True,
-}
 CONFIG = read_config(SMOLLM2)
 # `f32[64,49152]{1,0} all-gather(`, or a tuple of such, as an asynchronous one has.
 GATHER = re.compile(r"= (.*?) all-gather(?:-start)?\(")

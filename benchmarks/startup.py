@@ -19,23 +19,13 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax
 import jax.numpy as jnp
+from smollm2_shape import CONFIG as SMOLLM2
 
 from compress.models import decoder, read_config
 
 HELP_GOAL = 0.3
 RATIO_GOAL = 1.5
 RUNS = 5
-SMOLLM2 = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "rope_theta": 100000.0,
-    "tie_word_embeddings": True,
-}
 
 
 def time_help() -> float:

@@ -112,7 +112,7 @@ def test_sigterm_finishes_and_saves_the_step(tmp_path, whole):
             os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Preempted, match="stopped at step 6 of 12"):
+    with pytest.raises(Preempted, match="stopped at step 6 of 12; step 6 is saved"):
         train(tmp_path, validate=validate, on_step=ask)
     assert signal.getsignal(signal.SIGTERM) is before
     events = []
@@ -220,14 +220,15 @@ def test_halving_keeps_the_global_batch(rows, most):
 
 
 def test_watch_ends_the_run_and_keeps_the_weights_from_before(tmp_path):
-    watch = lambda trace: "far enough" if trace.validations[-1]["step"] >= 9 else None  # noqa: E731
+    far = {"event": "stopped", "why": "far enough"}
+    watch = lambda trace: far if trace.validations[-1]["step"] >= 9 else None  # noqa: E731
     run = train(tmp_path, validate=validate, watch=watch)
     assert run[1].events == [{"step": 9, "event": "stopped", "why": "far enough"}]
     assert 0 < run[1].best_step < 9
     assert len(run[1].steps) == 9
     assert_same(train(tmp_path, validate=validate, watch=watch), run)
     with pytest.raises(DataError, match="step 3: at once, and no weights from before"):
-        train(tmp_path / "other", validate=validate, watch=lambda trace: "at once")
+        train(tmp_path / "other", validate=validate, watch=lambda trace: far | {"why": "at once"})
 
 
 def test_checkpoints_of_another_run_are_refused_or_removed(tmp_path):

@@ -143,12 +143,13 @@ class Trainer:
         """The trained adapters and their trace."""
         batches = self.batches(self.rows, sample=self.settings.sample)
         plan = fit_settings(self.settings, batches, self.common.seed, self.mesh)
+        if self.mix is not None or self.settings.on_kl == "raise_beta":
+            plan = dataclasses.replace(plan, rebound=0.0)  # the loss itself changes, and may rise for that
         self.checks = held_out(partial(self.batches, self.valid), self.settings)
         if self.is_preference:
             self.checks = [self.reference.fill(pairs) for pairs in self.checks]
         stage, counted = f"align ({self.settings.method})", "pairs" if self.is_preference else "tokens"
         stream = self.stream(batches)
-        tell = teller(self.common.progress, stage)
         adapters, trace = fit(
             loss_of(self.settings, self.config, self.scale, dropout=self.settings.dropout),
             self.adapters,
@@ -157,9 +158,9 @@ class Trainer:
             plan,
             mesh=self.mesh,
             validate=self.validator(),
-            watch=partial(self.watch, stream, tell),
+            watch=partial(self.watch, stream),
             on_step=reporter(self.common.progress, stage, plan.steps, counted),
-            on_event=tell,
+            on_event=teller(self.common.progress, stage),
             checkpoints=checkpoints,
         )
         return adapters, trace
@@ -194,18 +195,16 @@ class Trainer:
 
         return validate
 
-    def watch(self, stream: Batches | PairStream, tell: Callable[[dict], None], trace: Trace) -> str | None:
-        """Whether the policy is too far from the reference: why to stop, or None where beta is raised instead."""
+    def watch(self, stream: Batches | PairStream, trace: Trace) -> dict[str, Any] | None:
+        """What comes of a policy that is too far from its reference: a stop, or a larger beta."""
         limit, kl = self.settings.kl_bound, trace.validations[-1]["kl_to_reference"]
         if not limit or kl <= limit:
             return None
         if self.settings.on_kl == "stop" or not isinstance(stream, PairStream):
-            return f"KL(policy || reference) is {kl:.4g} nats a token, over the limit of {limit:g}"
+            why = f"KL(policy || reference) is {kl:.4g} nats a token, over the limit of {limit:g}"
+            return {"event": "stopped", "why": why}
         stream.beta_scale *= 2
-        event = {"event": "beta", "step": int(trace.validations[-1]["step"]), "kl": kl, "scale": stream.beta_scale}
-        trace.events.append(event)
-        tell(event)
-        return None
+        return {"event": "beta", "kl": kl, "scale": stream.beta_scale}
 
     def _log_probability(self, adapters: Stacked, base: Stacked, rows: Batch):
         return answer_log_probabilities(self.config, with_adapters(base, adapters, self.scale), rows)

@@ -127,6 +127,7 @@ def distill(
     loss = loss_of(settings, student.config, teacher.config, dtype)
     stream: Batches | TemperedBatches | CachedBatches = batches
     if settings.temperature_end is not None:
+        plan = dataclasses.replace(plan, rebound=0.0)  # the loss itself changes, and may rise for that
         ends = settings.temperature, settings.temperature_end
         stream = TemperedBatches(batches, temperatures(settings.temperature_schedule, *ends, plan.steps))
     if cache is not None:

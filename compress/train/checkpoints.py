@@ -17,7 +17,7 @@ from compress.train.processes import is_first, remove_folder
 from export.atomic import atomic_file
 
 IDENTITY = "identity.json"
-KEEP = 3  # checkpoints, unless asked for another number
+KEEP = 3  # checkpoints
 # How Orbax's storage library ends the message of a ValueError that the operating system is the cause of.
 STORAGE_ERROR = re.compile(r": ([^:]+) \[os_error_code")
 # What fails in the background is raised in the foreground too, where it is told in one line.
@@ -25,7 +25,7 @@ absl.logging.set_verbosity(absl.logging.FATAL)
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of one run; each appears whole or not at all.
+    """The last checkpoints of one run; each appears whole or not at all.
 
     Args:
       folder: where they lie; it is made when the first is saved.
@@ -43,11 +43,10 @@ class Checkpoints:
         folder: Path,
         identity: dict[str, Any],
         *,
-        keep: int = KEEP,
         anew: bool = False,
         warn: Callable[[str], None] = lambda text: None,
     ):
-        self.folder, self.keep, self.warn = folder.absolute(), keep, warn
+        self.folder, self.warn = folder.absolute(), warn
         self.identity = json.loads(json.dumps(identity, default=str))
         self._refuse_others(anew)
 
@@ -79,7 +78,7 @@ class Checkpoints:
         if is_first():
             with atomic_file(self.folder / IDENTITY, force=True) as temporary:
                 temporary.write_text(json.dumps(self.identity, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, create=True, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEEP, create=True, cleanup_tmp_directories=True)
         return ocp.CheckpointManager(self.folder / "steps", options=options)
 
     def steps(self) -> list[int]:

@@ -39,7 +39,7 @@ def fit(
     *,
     mesh: Mesh | None = None,
     validate: Callable[[Any], dict[str, float]] | None = None,
-    watch: Callable[[Trace], str | None] = lambda trace: None,
+    watch: Callable[[Trace], dict[str, Any] | None] = lambda trace: None,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, row: None,
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
     checkpoints: Checkpoints | None = None,
@@ -57,8 +57,8 @@ def fit(
       validate: returns metrics of which "loss" decides what is best; called every `validate_every` steps and at the
         end, and once before the first step, for comparison. The weights of the lowest are returned; without it the
         last ones are.
-      watch: called after each validation but the first; a reason that it returns ends the training, and the weights
-        of that validation are not kept.
+      watch: called after each validation but the first; what it returns is an event. One that is "stopped" ends the
+        training, and the weights of that validation are not kept.
       on_step: called with the step (from 1) and its metrics.
       on_event: called with each event.
 
@@ -137,8 +137,8 @@ class _Loop:
             if self.checkpoints and (halt or saves or self.trace.stopped):
                 self.save(self.checkpoints)
             if halt and self.step < self.settings.steps:
-                self.checkpoints.wait()
-                raise Preempted(f"stopped at step {self.step} of {self.settings.steps}, which is saved")
+                saved = [0, *self.checkpoints.steps()][-1]
+                raise Preempted(f"stopped at step {self.step} of {self.settings.steps}; step {saved} is saved")
 
     def take(self) -> Any:
         """The next batch.
@@ -187,9 +187,9 @@ class _Loop:
         """Take a validation: are these the best weights so far, and shall the run go on?"""
         before = self.trace.best_loss
         self.trace.validations.append({"step": float(self.step), **metrics})
-        if why := self.watch(self.trace):
-            self.happened({"step": self.step, "event": "stopped", "why": why})
-        elif metrics["loss"] < before:
+        if event := self.watch(self.trace):
+            self.happened({"step": self.step, **event})
+        if not self.trace.stopped and metrics["loss"] < before:
             self.trace.best_step = self.step
             self.best = to_host_memory(self.weights)
 
