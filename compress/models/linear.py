@@ -60,14 +60,12 @@ def _product_forward(x, weight):
 
 def _product_backward(saved, dy):
     x, weight = saved
-    # Two products need the gradient, one of them transposed: on a CPU, XLA would compute what makes it once for each,
-    # for the transposed one across the rows.
-    dy = jax.lax.optimization_barrier(dy)
     dx = jnp.matmul(dy, dense(weight, dy.dtype))
     if isinstance(weight, QuantizedTensor):
         return dx, None
-    rows = tuple(range(x.ndim - 1))
-    return dx, jax.lax.dot_general(dy, x, ((rows, rows), ((), ()))).astype(weight.dtype)
+    # As matrices: XLA on a CPU transposes one of them, and is slow at that for three axes.
+    d_weight = dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+    return dx, d_weight.astype(weight.dtype)
 
 
 product.defvjp(_product_forward, _product_backward)
