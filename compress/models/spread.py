@@ -21,6 +21,11 @@ def row_devices() -> int:
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
+def alone() -> bool:
+    """Whether arrays lie whole on one device: no mesh is set."""
+    return bool(jax.sharding.get_abstract_mesh().empty)
+
+
 def by_rows(x: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
     """The same array with its rows split over devices, however its other axes are."""
     if row_devices() == 1:

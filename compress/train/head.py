@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from compress.models.spread import row_devices
+from compress.models.spread import alone, row_devices
 
 Loss = Float[Array, ""]
+BLOCKS = 16  # of the vocabulary, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,27 @@ def _take(order: Array, leaf: Array | np.ndarray) -> Array:
     return jnp.take_along_axis(leaf, order.reshape(order.shape + (1,) * (leaf.ndim - 2)), axis=1)
 
 
+def _add_gradients(head: HeadLoss, total, hidden, weight, d_logits):
+    """Add to `total` what the weight's gradient is; beside it the hidden states'.
+
+    A block of the vocabulary at a time, so that beside `total` there is no second array of its size. A weight that
+    the devices of a mesh share is not cut further.
+    """
+    blocks = next(n for n in range(BLOCKS, 0, -1) if len(weight) % n == 0) if alone() else 1
+    size = len(weight) // blocks
+
+    def add(block, sums):
+        total, d_hidden = sums
+        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=block * size, slice_size=size)
+        _, back = jax.vjp(head.project, hidden, cut(weight))
+        of_hidden, of_weight = back(cut(d_logits, axis=-1))
+        grown = cut(total) + of_weight.astype(total.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(total, grown, block * size, 0), d_hidden + of_hidden
+
+    total, d_hidden = jax.lax.fori_loop(0, blocks, add, (total, jnp.zeros(hidden.shape, jnp.float32)))
+    return total, d_hidden.astype(hidden.dtype)
+
+
 def _chunks(head: HeadLoss, hidden, weight, frozen, inputs, mask, gradient: str):
     """Scan the chunks: masked losses and metrics [B, T], d(sum of losses)/d(hidden), d(...)/d(weight).
 
@@ -76,8 +98,8 @@ def _chunks(head: HeadLoss, hidden, weight, frozen, inputs, mask, gradient: str)
     "hidden" or "both".
     """
 
-    def masked_sum(h, w, context, m):
-        values, metrics = jax.vmap(jax.vmap(head.loss))(head.project(h, w), *context)
+    def masked_sum(logits, context, m):
+        values, metrics = jax.vmap(jax.vmap(head.loss))(logits, *context)
         # `where`, not a product: a masked token's loss may be NaN.
         keep = lambda x: jnp.where(m > 0, x * m, 0.0)  # noqa: E731
         values = keep(values)
@@ -88,13 +110,14 @@ def _chunks(head: HeadLoss, hidden, weight, frozen, inputs, mask, gradient: str)
         # The gradient is a product whatever the mask (0 * NaN), so what a masked token holds must not come so far.
         h, inputs = jax.tree.map(lambda x: jnp.where(m.reshape(m.shape + (1,) * (x.ndim - 2)) > 0, x, 0), arrays)
         context = head.context(frozen, inputs)
+        logits = head.project(h, weight)
         if gradient == "none":
-            return total, (masked_sum(h, weight, context, m)[1], None)
-        wanted = (0, 1) if gradient == "both" else (0,)
-        (_, out), grads = jax.value_and_grad(masked_sum, wanted, has_aux=True)(h, weight, context, m)
-        if gradient == "both":
-            total = total + grads[1].astype(jnp.float32)
-        return total, (out, grads[0])
+            return total, (masked_sum(logits, context, m)[1], None)
+        d_logits, out = jax.grad(masked_sum, has_aux=True)(logits, context, m)
+        if gradient == "hidden":
+            return total, (out, jax.vjp(partial(head.project, weight=weight), h)[1](d_logits)[0])
+        total, d_hidden = _add_gradients(head, total, h, weight, d_logits)
+        return total, (out, d_hidden)
 
     def skip(total, chunk):
         _, out = jax.eval_shape(compute, total, chunk)
