@@ -221,7 +221,7 @@ def test_a_step_is_adamw_on_the_clipped_mean_gradient():
     weights = start()
     now = (np.int32(1), np.float32(1))
     weights, _, (_, _, _, norm) = step(weights, optimizer.init(weights), None, next(batches()), *now)
-    assert norm > PLAN.clip_norm
+    assert norm > PLAN.max_grad_norm
     rate = float(schedule(PLAN)(0))
     old, new = np.asarray(start()["w.weight"]), np.asarray(weights["w.weight"])
     signs = (new - old + rate * PLAN.weight_decay * old) / rate

@@ -88,6 +88,9 @@ class Distill:
     learning_rate: float = field(default=3e-4, metadata={"help": "Peak of the cosine schedule.", "above": 0})
     warmup: int = field(default=100, metadata={"help": "Steps to the peak.", "min": 0})
     weight_decay: float = field(default=0.01, metadata={"help": "AdamW's.", "min": 0})
+    max_grad_norm: float = field(
+        default=10.0, metadata={"help": "Gradient norm above which the gradient is scaled down to it.", "above": 0}
+    )
     valid_every: int = field(default=100, metadata={"help": "Steps between validations.", "min": 1})
     save_every: int = field(
         default=100, metadata={"help": "Steps between checkpoints; no effect on the result.", "min": 1, "layout": True}

@@ -38,6 +38,8 @@ class Course(Protocol):
     @property
     def weight_decay(self) -> float: ...
     @property
+    def max_grad_norm(self) -> float: ...
+    @property
     def sequence_length(self) -> int: ...
     @property
     def global_batch(self) -> int: ...
@@ -63,6 +65,7 @@ def fit_settings(course: Course, batches: Batches, seed: int, mesh: Mesh | None)
         learning_rate=course.learning_rate,
         warmup_steps=course.warmup,
         weight_decay=course.weight_decay,
+        max_grad_norm=course.max_grad_norm,
         global_batch=course.global_batch,
         per_device_batch=course.per_device_batch,
         validate_every=course.valid_every,
@@ -144,6 +147,7 @@ def told_of(trace: Trace, level: float | None) -> dict[str, Any]:
     return {
         "steps": len(trace.steps),
         "best_step": trace.best_step,
+        "clipped_steps": int(sum(row["clipped"] for row in trace.steps)),
         "validation": {"before": trace.validations[0], "after": trace.best},
         **({"converged": converged} if converged else {}),
         "peak_memory_bytes": peak_memory(),

@@ -168,7 +168,8 @@ class _Loop:
         """A step's means."""
         total, count, metrics, norm = sums
         row = {"step": float(self.step), **mean_of({"loss": (total, count), **metrics})}
-        return row | {"gradient_norm": float(norm), "count": float(count), "seconds": time.perf_counter() - began}
+        row |= {"gradient_norm": float(norm), "clipped": float(norm > self.settings.max_grad_norm)}
+        return row | {"count": float(count), "seconds": time.perf_counter() - began}
 
     def trouble(self, row: dict[str, float]) -> str | None:
         """What is wrong with a step, if anything is.
