@@ -107,7 +107,7 @@ class Distill:
         },
     )
     chunk: int = field(
-        default=128,
+        default=96,
         metadata={
             "help": "Tokens whose logits exist at once on a device; no effect on the result.",
             "min": 1,
