@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from compress.models.config import DecoderConfig
+from compress.models.flash import flash_attention
 from compress.models.linear import Linear, RMSNorm
 
 # The score of a key that the mask hides.
@@ -35,14 +36,18 @@ class LayerCache:
         return LayerCache(put(self.keys, k, at), put(self.values, v, at), self.start)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin", "mask", "cache"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin", "mask", "segments", "cache"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What a layer's attention may see: rotary tables, the mask, and a cache when decoding."""
+    """What a layer's attention may see: rotary tables, the mask, and a cache when decoding.
+
+    Where `segments` are given, the mask is causality within them and nothing else.
+    """
 
     cos: Float[Array, "B T F"]
     sin: Float[Array, "B T F"]
     mask: Bool[Array, "B T S"]
+    segments: Int[Array | np.ndarray, "B T"] | None = None
     cache: LayerCache | None = None
 
 
@@ -147,5 +152,7 @@ class Attention(nnx.Module):
             k, v = cache.keys, cache.values
         scores = attention_scores(q, k, sight.mask, scale=self.scale, softcap=self.softcap)
         self.scores = nnx.Intermediate(scores)
-        seen = attend(scores, v)
+        flash = partial(flash_attention, scale=self.scale, softcap=self.softcap)
+        seen = flash(q, k, v, sight.mask, sight.segments) if cache is None else None
+        seen = attend(scores, v) if seen is None else seen
         return self.o_proj(seen.reshape(*x.shape[:2], -1)), cache

@@ -7,13 +7,13 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from compress.models.attention import LayerCache, Sight, visible
 from compress.models.config import DecoderConfig
@@ -164,13 +164,23 @@ def embed(
     return x if config.embedding_scale == 1.0 else x * jnp.asarray(config.embedding_scale, dtype)
 
 
+class View(NamedTuple):
+    """Which tokens see which, before a layer's window; `segments` where causality within them is all of the mask."""
+
+    positions: Int[Array | np.ndarray, "B T"]
+    key_positions: Int[Array | np.ndarray, "B S"]
+    mask: Bool[Array, "B T S"]
+    segments: Int[Array | np.ndarray, "B T"] | None = None
+
+
 def run_block(config: DecoderConfig, weights: dict, x, data, view, cache=None) -> tuple[nnx.Module, tuple]:
-    """Run one layer: `data` is its (frequencies, window), `view` is (positions, key positions, mask)."""
+    """Run one layer: `data` is its (frequencies, window), `view` a `View` or the tuple of one."""
     frequencies, window = data
-    positions, key_positions, mask = view
+    positions, key_positions, mask, segments = View(*view)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     near = positions[:, :, None] - key_positions[:, None, :] < window
-    sight = Sight(jnp.cos(angles), jnp.sin(angles), mask & near, cache)
+    segments = None if any(config.windows) else segments
+    sight = Sight(jnp.cos(angles), jnp.sin(angles), mask & near, segments, cache)
     block = bind(config.block(), weights)
     return block, block(x, sight)
 
@@ -275,7 +285,8 @@ def tapped_states(
     positions = jnp.broadcast_to(jnp.arange(time), (batch, time)) if positions is None else positions
     segments = jnp.ones((batch, time), jnp.int32) if segments is None else segments
     x = by_rows(embed(config, stacked, tokens, stacked.rest[FINAL_NORM].dtype))
-    view = (positions, positions, visible(positions, segments, positions, segments, branches))
+    mask = visible(positions, segments, positions, segments, branches)
+    view = View(positions, positions, mask, segments if branches is None else None)
     x, _, tapped = run_layers(config, stacked, x, view, remat=remat, tap=tap)
     return final_norm(config, stacked, x), tapped
 
