@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from compress.models import decoder, flash
-from compress.models.attention import attend, attention_scores, visible
+from compress.models.attention import attend, visible
 from compress.train.mesh import make_mesh, on_mesh, place, place_rows
 from tests import tiny_training as tiny
 
@@ -36,7 +36,7 @@ def test_the_splash_kernel_attends_as_the_common_way_does_with_its_gradients(sof
     mask = visible(positions, segments, positions, segments)
 
     def common(q, k, v):
-        return attend(attention_scores(q, k, mask, scale=SCALE, softcap=softcap), v)
+        return attend(q, k, v, mask, SCALE, softcap)
 
     def splash(q, k, v):
         return INTERPRETED["splash"](q, k, v, mask, jnp.asarray(segments), scale=SCALE, softcap=softcap)

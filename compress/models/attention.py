@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from compress.models.config import DecoderConfig
@@ -19,6 +20,7 @@ from compress.models.linear import Linear, RMSNorm
 
 # The score of a key that the mask hides.
 MASKED = float(np.finfo(np.float32).min)
+ATTENDED = "attended"
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["keys", "values", "start"], meta_fields=[])
@@ -78,6 +80,18 @@ def visible(
     return jnp.asarray(seen)
 
 
+def by_group(x: Float[Array, "B T H E"], kv_heads: int) -> Float[Array, "B K GT E"]:
+    """A group's queries as rows of one matrix: on a CPU twice as fast as products with an axis for the group."""
+    batch, time, _, size = x.shape
+    return x.reshape(batch, time, kv_heads, -1, size).transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
+
+
+def by_head(x: Float[Array, "B K GT E"], time: int) -> Float[Array, "B T H E"]:
+    """Undo `by_group`."""
+    batch, kv_heads, _, size = x.shape
+    return x.reshape(batch, kv_heads, -1, time, size).transpose(0, 3, 1, 2, 4).reshape(batch, time, -1, size)
+
+
 def attention_scores(
     q: Float[Array, "B T H E"],
     k: Float[Array, "B S K E"],
@@ -90,24 +104,69 @@ def attention_scores(
 
     With `softcap` c the scores are `c * tanh(scores / c)` before the mask (Gemma 2, arXiv:2408.00118, section 2).
     """
-    batch, time, heads, size = q.shape
+    batch, time, heads, _ = q.shape
     kv_heads = k.shape[2]
-    # A group's queries are rows of one matrix: on a CPU twice as fast as products with an axis for the group.
-    rows = q.reshape(batch, time, kv_heads, -1, size).transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
-    scores = jnp.einsum("bkre,bske->bkrs", rows * jnp.asarray(scale, q.dtype), k, preferred_element_type=jnp.float32)
+    rows = by_group(q, kv_heads) * jnp.asarray(scale, q.dtype)
+    scores = jnp.einsum("bkre,bske->bkrs", rows, k, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, kv_heads, heads // kv_heads, time, -1)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     return jnp.where(mask[:, None, None], scores, MASKED)
 
 
-def attend(scores: Float[Array, "B K G T S"], v: Float[Array, "B S K E"]) -> Float[Array, "B T H E"]:
-    """Values weighted by the softmax of the scores, which is taken in float32; H = K G."""
-    batch, kv_heads, groups, time, keys = scores.shape
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    seen = jnp.einsum("bkrs,bske->bkre", weights.reshape(batch, kv_heads, -1, keys), v)
-    seen = seen.reshape(batch, kv_heads, groups, time, -1).transpose(0, 3, 1, 2, 4)
-    return seen.reshape(batch, time, -1, v.shape[-1])
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def attend(
+    q: Float[Array, "B T H E"],
+    k: Float[Array, "B S K E"],
+    v: Float[Array, "B S K E"],
+    mask: Bool[Array, "B T S"],
+    scale: float,
+    softcap: float | None,
+) -> Float[Array, "B T H E"]:
+    """Values weighted by the softmax of `attention_scores`, which is taken in float32.
+
+    The backward pass computes the scores once more from what it keeps, a number a row of them (FlashAttention,
+    arXiv:2205.14135, section 3.1): the scores are the largest arrays of a block. `ATTENDED` names what is kept beside
+    q, k and v, for a policy of `jax.checkpoint`.
+    """
+    return _attend(q, k, v, mask, scale, softcap)[0]
+
+
+def _attend(q, k, v, mask, scale, softcap) -> tuple[Float[Array, "B T H E"], Float[Array, "B K GT"]]:
+    scores = attention_scores(q, k, mask, scale=scale, softcap=softcap)
+    most = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - most).reshape(len(k), k.shape[2], -1, k.shape[1])
+    total = weights.sum(axis=-1)
+    sums = jnp.einsum("bkrs,bske->bkre", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    seen = by_head(sums / total[..., None], q.shape[1]).astype(v.dtype)
+    return seen, jnp.log(total) + most.reshape(total.shape)
+
+
+def _attend_forward(q, k, v, mask, scale, softcap):
+    seen, log_total = checkpoint_name(_attend(q, k, v, mask, scale, softcap), ATTENDED)
+    return seen, (q, k, v, mask, seen, log_total)
+
+
+def _attend_backward(scale, softcap, kept, d_seen):
+    q, k, v, mask, seen, log_total = kept
+    time, kv_heads = q.shape[1], k.shape[2]
+    scores = attention_scores(q, k, mask, scale=scale, softcap=softcap).reshape(*log_total.shape, -1)
+    weights = jnp.exp(scores - log_total[..., None])
+    rows, d_rows = by_group(q, kv_heads), by_group(d_seen, kv_heads)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    d_v = product("bkrs,bkre->bske", weights.astype(v.dtype), d_rows)
+    d_weights = product("bkre,bske->bkrs", d_rows, v)
+    inner = (by_group(seen, kv_heads).astype(jnp.float32) * d_rows.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+    d_scores = weights * (d_weights - inner)
+    if softcap is not None:
+        d_scores *= jnp.where(weights > 0, 1 - jnp.square(scores / softcap), 0)
+    d_scores = (d_scores * scale).astype(q.dtype)
+    d_q = by_head(product("bkrs,bske->bkre", d_scores, k), time)
+    d_k = product("bkrs,bkre->bske", d_scores, rows)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+attend.defvjp(_attend_forward, _attend_backward)
 
 
 class Attention(nnx.Module):
@@ -150,9 +209,8 @@ class Attention(nnx.Module):
         if sight.cache is not None:
             cache = sight.cache.append(k, v)
             k, v = cache.keys, cache.values
-        scores = attention_scores(q, k, sight.mask, scale=self.scale, softcap=self.softcap)
-        self.scores = nnx.Intermediate(scores)
+        self.scores = nnx.Intermediate(attention_scores(q, k, sight.mask, scale=self.scale, softcap=self.softcap))
         flash = partial(flash_attention, scale=self.scale, softcap=self.softcap)
         seen = flash(q, k, v, sight.mask, sight.segments) if cache is None else None
-        seen = attend(scores, v) if seen is None else seen
+        seen = attend(q, k, v, sight.mask, self.scale, self.softcap) if seen is None else seen
         return self.o_proj(seen.reshape(*x.shape[:2], -1)), cache

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from compress.models.attention import LayerCache, Sight, visible
+from compress.models.attention import ATTENDED, LayerCache, Sight, visible
 from compress.models.config import DecoderConfig
 from compress.models.linear import RMSNorm, bind, dense, rows
 from compress.models.spread import by_rows
@@ -215,7 +215,8 @@ def run_layers(
         block, (x, cache) = run_block(config, weights, x, data, view, cache)
         return by_rows(x), cache, None if tap is None else tap.read(block, x)
 
-    layer = jax.checkpoint(layer) if remat else layer
+    kept_of_a_block = jax.checkpoint_policies.save_only_these_names(ATTENDED)
+    layer = jax.checkpoint(layer, policy=kept_of_a_block) if remat else layer
 
     def body(carry, scanned):
         x, kept = carry
@@ -263,7 +264,7 @@ def hidden_states(
 
     Tokens attend causally within equal `segments` (default: one segment a row); 0 is padding. `positions` default to
     0 .. T-1, `branches` to none (`compress.data.batch.Batch`). With `remat` the backward pass recomputes each block
-    instead of keeping its insides.
+    but its attention instead of keeping its insides.
     """
     view = {"positions": positions, "segments": segments, "branches": branches}
     return tapped_states(config, stacked, tokens, None, **view, remat=remat)[0]
