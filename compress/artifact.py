@@ -31,7 +31,8 @@ PROBE_LOGITS = 64
 # GGUF an asymmetric group's minimum too; Q8_0 rounds every matrix to 8 bits. A wrong model differs by more than 1.
 EXACT, ROUNDED, COARSE = 1e-3, 0.1, 0.5
 FOUR_BITS = ("Q4_0", "Q4_1")
-PEFT_BASES = ("compressed-tensors", "safetensors")
+PACKED = ("compressed-tensors", "bitsandbytes")
+PEFT_BASES = ("compressed-tensors", "bitsandbytes", "safetensors")
 
 
 def export(settings: Export, common: Common) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def write_artifact(model: Model, name: str, folder: Path, settings: Export, sour
             "or --adapters keep to write them beside their base"
         )
     model = model if kept else model.merged()
+    require_form(model.is_nf4, name, settings.gguf_type, source)
     options: dict[str, Any] = {}
     if name == "gguf" and settings.gguf_type in FOUR_BITS:
         require_four_bits(model, settings.gguf_type, source)
@@ -122,9 +124,25 @@ def require_four_bits(model: Model, gguf_type: str, source: str) -> None:
         )
 
 
+def require_form(is_nf4: bool, name: str, gguf_type: str, source: str) -> None:
+    """Refuse to write NF4 in a form of integers, and anything else as NF4: choosing codes is the quantizer's work.
+
+    Raises:
+      RecipeError: it says which method of `quantize` to take, or which format.
+    """
+    floats = name == "safetensors" or (name == "gguf" and gguf_type in ("F16", "Q8_0"))
+    if is_nf4 and name != "bitsandbytes" and not floats:
+        raise RecipeError(
+            f"{name}: it has no NF4, and the weights of {source} are in it; compress quantize --method gptq first, "
+            "or export --format bitsandbytes or safetensors"
+        )
+    if name == "bitsandbytes" and not is_nf4:
+        raise RecipeError(f"the weights of {source} are not in NF4: compress quantize --method nf4 first")
+
+
 def tolerance(name: str, model: Model, expected: dict[str, Any], *, coarse: bool = False) -> float:
     """How far logits of a reloaded format may be off; `expected` is their probe, which tells how large they are."""
-    packed = name == "compressed-tensors" and not isinstance(model.weights[EMBEDDING], QuantizedTensor)
+    packed = name in PACKED and not isinstance(model.weights[EMBEDDING], QuantizedTensor)
     share = COARSE if coarse else EXACT if packed else ROUNDED
     return share * max(1.0, float(np.std(expected["logits"])))
 

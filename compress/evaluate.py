@@ -29,7 +29,7 @@ from eval.report import Convention, ErrorRow, Report, Size, SizePart, tail, to_j
 from eval.retention import ADAPTED, BASE, LANDED, Retention, accumulate
 from eval.scores import Chunk, score
 from export.atomic import atomic_file
-from export.quantized import QuantizedTensor
+from export.quantized import PackedTensor
 
 CHUNK = 256  # tokens whose logits exist at once, a model
 BATCH = 4  # windows that go through a model at once
@@ -205,7 +205,7 @@ def tensor_errors(parent: Model, candidate: Model) -> list[SquaredError]:
     return [
         tensor_error(name, np.asarray(parent.weights[name], np.float32), np.asarray(value.dequantize(np.float32)))
         for name, value in candidate.weights.items()
-        if isinstance(value, QuantizedTensor) and name in parent.weights
+        if isinstance(value, PackedTensor) and name in parent.weights
     ]
 
 
@@ -218,7 +218,7 @@ def size_of(model: Model) -> Size:
         part = parts.setdefault(name, [0, 0])
         count = int(np.prod(value.shape))
         part[0] += count
-        part[1] += value.nbytes if isinstance(value, QuantizedTensor) else 2 * count
+        part[1] += value.nbytes if isinstance(value, PackedTensor) else 2 * count
     return Size([SizePart(name, weights, size) for name, (weights, size) in parts.items()])
 
 

@@ -50,6 +50,7 @@ from compress.models.lora import init_adapters, is_adapter
 from compress.pipeline import Run
 from compress.quantize.calibrate import JOIN, capture
 from compress.quantize.gptq import round_in_order
+from compress.quantize.nf4 import round_to_nf4
 from compress.quantize.preflight import spec_of_layers
 from compress.quantize.quantizers import QUANTIZERS
 from compress.quantize.rtn import CLIP_STEPS, round_to_nearest
@@ -60,7 +61,7 @@ from compress.train.checkpoints import KEEP
 from compress.train.course import VALIDATION_BATCHES, mesh_of_devices
 from compress.train.mesh import batch_sharding, on_mesh, weight_shardings
 from compress.train.step import FitSettings, LossFn, make_step, rows_across
-from export.quantized import QuantizedTensor, QuantSpec
+from export.quantized import PackedTensor, QuantizedTensor, QuantSpec
 from export.untrusted import read_object
 
 GB = 1e9
@@ -227,7 +228,7 @@ class Plan:
         """
         config, length = self.config(settings), settings.sequence_length
         spec = QuantSpec(bits=settings.bits, group_size=settings.group_size)
-        base = _packed(config, dict.fromkeys(linears(config), spec), self.dtype)
+        base = _packed(config, dict.fromkeys(linears(config), spec), self.dtype, settings.base)
         adapters = jax.eval_shape(lambda: init_adapters(config, jax.random.key(0), settings.rank))
         trainable, frozen = partition(_stacked(config, base | adapters), is_adapter)
         scale, rows = settings.alpha / settings.rank, settings.global_batch
@@ -243,7 +244,7 @@ class Plan:
             device=held + size(trainable),
             host=size(base) + 2 * size(trainable) + buffer_bytes(settings.data),
             loading=size(_floats(config, jnp.float32)) + size(base),
-            disk=size(_packed(config, dict.fromkeys(linears(config), spec), jnp.bfloat16))
+            disk=size(_packed(config, dict.fromkeys(linears(config), spec), jnp.bfloat16, settings.base))
             + size(adapters)
             + checkpoint_bytes(trainable),
             flops=tokens * once * (steps * (2 + reference) + checks * 3),
@@ -261,7 +262,8 @@ class Plan:
         spec = next(iter(specs.values()))
         layer = {name: shape_of(shape, jnp.float32) for name, shape in block_shapes(config).items()}
         widest = max((leaf for leaf in layer.values() if leaf.ndim == 2), key=lambda leaf: leaf.size)
-        device, flops = held(round_to_nearest, widest, spec, CLIP_STEPS), 0.0
+        is_nf4, flops = settings.method == "nf4", 0.0
+        device = held(round_to_nf4, widest) if is_nf4 else held(round_to_nearest, widest, spec, CLIP_STEPS)
         if settings.calibration:
             tokens, layers = settings.calibration_tokens, config.num_hidden_layers
             rows = max(1, min(4, tokens // len(settings.calibration) // length))
@@ -281,8 +283,8 @@ class Plan:
             flops += tokens * 2 * (forward_flops(config, length) + squares * layers)
         return Need(
             device=device,
-            host=size(_floats(config, jnp.float32)) + 2 * size(_packed(config, specs, jnp.float32)),
-            disk=size(_packed(config, specs, jnp.bfloat16)),
+            host=size(_floats(config, jnp.float32)) + 2 * size(_packed(config, specs, jnp.float32, settings.method)),
+            disk=size(_packed(config, specs, jnp.bfloat16, settings.method)),
             flops=flops,
         )
 
@@ -292,6 +294,7 @@ class Plan:
         model = self.landed(config, jnp.float32)
         written = {
             "compressed-tensors": size(self.landed(config, jnp.bfloat16)),
+            "bitsandbytes": size(self.landed(config, jnp.bfloat16)),
             "gguf": sum(int(math.prod(v.shape) * gguf_bits(v, settings.gguf_type) / 8) for v in model.values()),
             "safetensors": size(_floats(config, jnp.bfloat16)),
             "orbax": size(model),
@@ -329,7 +332,8 @@ class Plan:
     def landed(self, config: DecoderConfig, dtype: Any) -> dict[str, Any]:
         """The weights that are exported, floats in `dtype`."""
         if "quantize" in self.stages:
-            return _packed(config, specs_of(self.settings["quantize"], config), dtype)
+            settings = self.settings["quantize"]
+            return _packed(config, specs_of(settings, config), dtype, settings.method)
         return _floats(config, dtype)
 
     def training(
@@ -468,15 +472,15 @@ def _floats(config: DecoderConfig, dtype: Any) -> dict[str, Any]:
     return {name: shape_of(shape, dtype) for name, shape in shapes(config).items()}
 
 
-def _packed(config: DecoderConfig, specs: dict[str, QuantSpec], dtype: Any) -> dict[str, Any]:
-    """The shapes of a model whose tensors of `specs` are quantized."""
-    pack = lambda leaf, spec: jax.eval_shape(partial(round_to_nearest, spec=spec), leaf)  # noqa: E731
+def _packed(config: DecoderConfig, specs: dict[str, QuantSpec], dtype: Any, method: str = "rtn") -> dict[str, Any]:
+    """The shapes of a model whose tensors of `specs` are quantized by a method of `QUANTIZERS`."""
+    rounding = lambda spec: round_to_nf4 if method == "nf4" else partial(round_to_nearest, spec=spec)  # noqa: E731
     whole = _floats(config, dtype)
-    return whole | {name: pack(whole[name], spec) for name, spec in specs.items()}
+    return whole | {name: jax.eval_shape(rounding(spec), whole[name]) for name, spec in specs.items()}
 
 
 def _cast(weights: dict[str, Any], dtype: Any) -> dict[str, Any]:
-    return {n: v if isinstance(v, QuantizedTensor) else shape_of(v.shape, dtype) for n, v in weights.items()}
+    return {n: v if isinstance(v, PackedTensor) else shape_of(v.shape, dtype) for n, v in weights.items()}
 
 
 def _stacked(config: DecoderConfig, weights: dict[str, Any]) -> Stacked:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from compress import gate
+from compress.artifact import require_form
 from compress.data.rows import Rows
 from compress.distill.student import student_architecture
 from compress.models.config import DecoderConfig
@@ -22,6 +23,9 @@ def preflight(stages: dict[str, Any], data: Data, policy: Path | None) -> None:
       EvidenceError: the policy is none.
     """
     gate.read_policy(policy)
+    if {"quantize", "export"} <= stages.keys():
+        for name in stages["export"].format:
+            require_form(stages["quantize"].method == "nf4", name, stages["export"].gguf_type, "[quantize]")
     for settings in stages.values():
         for key in ("data", "valid", "calibration"):
             if getattr(settings, key, ()):

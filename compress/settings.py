@@ -100,7 +100,7 @@ class Export:
     """Write a model in a format that other engines load."""
 
     model: str | None = field(default=None, metadata={"help": "Model folder.", "model": True, "chained": True})
-    format: tuple[Literal["compressed-tensors", "gguf", "safetensors", "orbax"], ...] = field(
+    format: tuple[Literal["compressed-tensors", "bitsandbytes", "gguf", "safetensors", "orbax"], ...] = field(
         default=("compressed-tensors",), metadata={"help": "Format to write; several are written side by side."}
     )
     gguf_type: Literal["auto", "F16", "Q8_0", "Q4_0", "Q4_1"] = field(

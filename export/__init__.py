@@ -30,6 +30,7 @@ class Format:
 FORMATS = {
     "safetensors": Format("export.safetensors"),
     "compressed-tensors": Format("export.compressed_tensors"),
+    "bitsandbytes": Format("export.bitsandbytes"),
     "gguf": Format("export.gguf"),
     "orbax": Format("export.orbax"),
 }

@@ -8,6 +8,7 @@ from typing import Any
 LOADING = {
     "compressed-tensors": 'vllm serve PATH\n\nAutoModelForCausalLM.from_pretrained("PATH")  # with compressed-tensors',
     "safetensors": 'AutoModelForCausalLM.from_pretrained("PATH")',
+    "bitsandbytes": 'AutoModelForCausalLM.from_pretrained("PATH")  # with bitsandbytes',
     "gguf": "llama-cli -m PATH/model.gguf",
     "orbax": 'orbax.checkpoint.StandardCheckpointer().restore("/absolute/PATH/orbax")',
 }

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import ml_dtypes
@@ -13,7 +13,7 @@ import numpy as np
 
 from export import FORMATS
 from export.errors import ArtifactError
-from export.quantized import QuantizedTensor
+from export.quantized import PackedTensor
 from export.untrusted import read_bytes, read_object
 
 FILES = (
@@ -25,6 +25,7 @@ FILES = (
     "generation_config.json",
 )
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+AnyPacked = TypeVar("AnyPacked", bound=PackedTensor)
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
@@ -64,7 +65,8 @@ class LazyWeights(Mapping[str, Any]):
 
 
 def read(path: str | os.PathLike) -> Checkpoint:
-    """Read a checkpoint of any kind: a folder of safetensors, compressed-tensors or Orbax, or a GGUF file.
+    """Read a checkpoint of any kind: a folder of safetensors, compressed-tensors, bitsandbytes or Orbax, or
+    a GGUF file.
 
     Raises:
       ArtifactError: there is none, it is of an unknown kind, or it is broken.
@@ -91,7 +93,9 @@ def kind(path: str | os.PathLike) -> str:
     if (path / "orbax").is_dir():
         return "orbax"
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names) and "config.json" in names:
-        return "compressed-tensors" if quantization_config(read_object(path, "config.json")) else "safetensors"
+        description = quantization_config(read_object(path, "config.json"))
+        method = description.get("quant_method") if isinstance(description, dict) else None
+        return "bitsandbytes" if method == "bitsandbytes" else "compressed-tensors" if description else "safetensors"
     ggufs = [name for name in names if name.endswith(".gguf")]
     if len(ggufs) == 1:
         return "gguf"
@@ -143,13 +147,13 @@ def is_float(dtype: Any) -> bool:
     return np.issubdtype(dtype, np.floating) or dtype in map(np.dtype, DTYPES.values()) or "float8" in str(dtype)
 
 
-def to_numpy(name: str, value: np.ndarray | jax.Array | QuantizedTensor, dtype: str) -> np.ndarray:
+def to_numpy(name: str, value: np.ndarray | jax.Array | PackedTensor, dtype: str) -> np.ndarray:
     """A tensor's numbers in `dtype`, a key of `DTYPES`; a quantized one is dequantized, integers stay.
 
     Raises:
       ArtifactError: a finite value is out of `dtype`'s range (float16 ends at 65504).
     """
-    if isinstance(value, QuantizedTensor):
+    if isinstance(value, PackedTensor):
         value = host(value).dequantize(np.float32)
     array = np.asarray(value)
     if not is_float(array.dtype) or array.dtype == DTYPES[dtype]:
@@ -161,8 +165,8 @@ def to_numpy(name: str, value: np.ndarray | jax.Array | QuantizedTensor, dtype: 
     return narrow
 
 
-def host(tensor: QuantizedTensor) -> QuantizedTensor:
-    """A quantized tensor with its arrays in NumPy."""
+def host(tensor: AnyPacked) -> AnyPacked:
+    """A packed tensor with its arrays in NumPy."""
     return jax.tree.map(np.asarray, tensor)
 
 
@@ -174,9 +178,10 @@ def check_finite(checkpoint: Checkpoint) -> None:
     """
     bad = []
     for name, value in checkpoint.weights.items():
-        array = np.asarray(value.scale if isinstance(value, QuantizedTensor) else value)
-        count = int(array.size - np.isfinite(array).sum()) if is_float(array.dtype) else 0
+        floats = [array for array in map(np.asarray, jax.tree.leaves(value)) if is_float(array.dtype)]
+        size = sum(array.size for array in floats)
+        count = size - sum(int(np.isfinite(array).sum()) for array in floats)
         if count:
-            bad.append(f"{name} ({count} of {array.size})")
+            bad.append(f"{name} ({count} of {size})")
     if bad:
         raise ArtifactError(f"NaN or Inf in {', '.join(bad)}; the checkpoint is damaged, fetch or make it anew")

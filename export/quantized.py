@@ -1,10 +1,14 @@
-"""Grouped integer weights: the one definition of the numbers that every format re-encodes.
+"""Packed weights: the one definition of the numbers that every format re-encodes.
 
-Letters: L stacked layers (or none), O outputs, I inputs, G groups of `group_size` inputs (I = G * group_size).
+Grouped integers (`QuantizedTensor`) are what is shipped; NF4 (`NF4Tensor`) is a base for adapters.
+
+Letters: L stacked layers (or none), O outputs, I inputs, G groups or blocks of a row, P packed bytes of a row.
 """
 
 import dataclasses
 from collections.abc import Iterable
+from statistics import NormalDist
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,22 +83,106 @@ class QuantizedTensor:
         return w.reshape(self.shape).astype(dtype)
 
 
-def _flatten(tensor: QuantizedTensor) -> tuple[tuple, QuantSpec]:
-    return tuple((jax.tree_util.GetAttrKey(name), getattr(tensor, name)) for name in _ARRAYS), tensor.spec
+def _normal_levels() -> np.ndarray:
+    """The 16 levels of NF4: quantiles of N(0, 1) over the largest, 8 from 1/2 up and 7 below, and an exact zero."""
+    outermost = (1 / 30 + 1 / 32) / 2  # of the mass, so that the quantiles' outer bins weigh as the inner ones do
+    quantiles = np.vectorize(NormalDist().inv_cdf)
+    below, above = quantiles(np.linspace(outermost, 0.5, 8)), quantiles(np.linspace(0.5, 1 - outermost, 9))
+    return (np.concatenate([below, above[1:]]) / above[-1]).astype(np.float32)
 
 
-def _unflatten(spec: QuantSpec, leaves: Iterable) -> QuantizedTensor:
-    # JAX puts shapes, shardings and bare objects in the leaves' places, so the constructor's checks are passed by.
-    tensor = object.__new__(QuantizedTensor)
-    for name, value in zip((*_ARRAYS, "spec"), (*leaves, spec)):
-        object.__setattr__(tensor, name, value)
-    return tensor
+def _dynamic_levels() -> np.ndarray:
+    """The 256 levels of dynamic 8-bit floats: seven decades, of which each has twice as many as the one below it."""
+    edges = [np.linspace(0.1, 1, 2**decade + 1) for decade in range(7)]
+    positive = np.concatenate([10.0 ** (k - 6) * (edge[:-1] + edge[1:]) / 2 for k, edge in enumerate(edges)])
+    return np.sort(np.concatenate([-positive, [0.0], positive, [1.0]])).astype(np.float32)
 
 
-_ARRAYS = ("packed", "scale", "zero")
-jax.tree_util.register_pytree_with_keys(QuantizedTensor, _flatten, _unflatten)
+NF4_LEVELS, NF4_BLOCK = _normal_levels(), 64
+"""What a code of NF4 stands for (arXiv:2305.14314, section 3 and appendix E), and the inputs that share a scale."""
+SCALE_LEVELS, SCALE_BLOCK = _dynamic_levels(), 256
+"""What a code of an NF4 scale stands for (arXiv:1511.04561), and the scales that share a scale of their own."""
+# Both levels of a packed byte at once: one look-up a byte, and no codes in between.
+_NF4_PAIRS = np.stack([np.tile(NF4_LEVELS, 16), np.repeat(NF4_LEVELS, 16)], axis=-1)
 
-Weights = dict[str, Array | np.ndarray | QuantizedTensor]
+
+@dataclasses.dataclass(frozen=True)
+class NF4Tensor:
+    """A weight [*L, O, I] in 4-bit NormalFloat with double quantization (QLoRA, arXiv:2305.14314, section 3).
+
+    w = NF4_LEVELS[q] * s, and a block's scale is s = SCALE_LEVELS[c] * d + m: of all scales of a matrix, in the order
+    of its rows, m is the mean and d the largest distance from it in a block of `SCALE_BLOCK`.
+
+    Attributes:
+      packed: uint8 [*L, O, I / 2], input 2k in the low nibble of byte k.
+      scale: uint8 [*L, O, G], the codes c; a block is `NF4_BLOCK` inputs.
+      nested: float32 [*L, O * G / SCALE_BLOCK, rounded up], d.
+      mean: float32 [*L], m.
+    """
+
+    packed: UInt8[Array | np.ndarray, "*L O P"]
+    scale: UInt8[Array | np.ndarray, "*L O G"]
+    nested: Float[Array | np.ndarray, "*L S"]
+    mean: Float[Array | np.ndarray, "*L"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape [*L, O, I] of the weight that this stands for."""
+        return (*self.packed.shape[:-1], self.packed.shape[-1] * 2)
+
+    @property
+    def ndim(self) -> int:
+        return self.packed.ndim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(leaf.nbytes for leaf in (self.packed, self.scale, self.nested, self.mean))
+
+    def codes(self) -> UInt8[Array | np.ndarray, "*L O I"]:
+        """The codes, one a byte."""
+        return unpack(self.packed, 4)
+
+    def dequantize(self, dtype=jnp.float32) -> Float[Array | np.ndarray, "*L O I"]:
+        """The weight, computed in float32 and rounded once to `dtype`."""
+        library = np if isinstance(self.packed, np.ndarray) else jnp
+        levels = library.asarray(_NF4_PAIRS)[self.packed].reshape(*self.scale.shape, NF4_BLOCK)
+        return (levels * nf4_scales(self.scale, self.nested, self.mean)[..., None]).reshape(self.shape).astype(dtype)
+
+
+def nf4_scales(
+    codes: UInt8[Array | np.ndarray, "*L O G"],
+    nested: Float[Array | np.ndarray, "*L S"],
+    mean: Float[Array | np.ndarray, "*L"],
+) -> Float[Array | np.ndarray, "*L O G"]:
+    """The scales of NF4 blocks in float32, as `NF4Tensor` defines them."""
+    library = np if isinstance(codes, np.ndarray) else jnp
+    largest = library.repeat(nested, SCALE_BLOCK, axis=-1)[..., : codes.shape[-2] * codes.shape[-1]]
+    return library.asarray(SCALE_LEVELS)[codes] * largest.reshape(codes.shape) + mean[..., None, None]
+
+
+def _register(kind: type, arrays: tuple[str, ...], static: tuple[str, ...] = ()) -> None:
+    """Make a pytree of a packed tensor."""
+
+    def flatten(tensor: Any) -> tuple[tuple, tuple]:
+        leaves = tuple((jax.tree_util.GetAttrKey(name), getattr(tensor, name)) for name in arrays)
+        return leaves, tuple(getattr(tensor, name) for name in static)
+
+    def unflatten(fixed: tuple, leaves: Iterable) -> Any:
+        # JAX puts shapes, shardings and bare objects in the leaves' places, so the constructor's checks are passed by.
+        tensor: Any = object.__new__(kind)
+        for name, value in zip((*arrays, *static), (*leaves, *fixed)):
+            object.__setattr__(tensor, name, value)
+        return tensor
+
+    jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
+
+
+_register(QuantizedTensor, ("packed", "scale", "zero"), ("spec",))
+_register(NF4Tensor, ("packed", "scale", "nested", "mean"))
+
+PackedTensor = QuantizedTensor | NF4Tensor
+Weights = dict[str, Array | np.ndarray | QuantizedTensor | NF4Tensor]
 
 
 def pack(codes: UInt8[Array | np.ndarray, "*L I"], bits: int) -> UInt8[Array | np.ndarray, "*L P"]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from compress.errors import RecipeError
+from compress.quantize.settings import require_nf4_form
 
 # The keys that are a method's own, and their defaults; `compress.align.preference` has the formulas.
 OWN: dict[str, dict[str, Any]] = {
@@ -86,6 +87,10 @@ class Align:
         default=1.0,
         metadata={"help": "Share of the examples used an epoch, drawn anew for each.", "above": 0, "max": 1},
     )
+    base: Literal["rtn", "nf4"] = field(
+        default="rtn",
+        metadata={"help": "A float model becomes the base by rounding to nearest, or as 4-bit NormalFloat."},
+    )
     bits: Literal[4, 8] = field(default=4, metadata={"help": "Bits of the base's weights."})
     group_size: int = field(default=64, metadata={"help": "Inputs that share a scale in the base.", "min": 2})
     sequence_length: int = field(default=512, metadata={"help": "Tokens in a row.", "min": 2, "max": 2**20})
@@ -131,6 +136,7 @@ class Align:
             raise RecipeError("sft_weight and mix weigh a preference loss against SFT, and method 'sft' has none")
         if self.method == "kto" and self.per_device_batch is not None:
             raise RecipeError("per_device_batch cuts the batch, of which kto's reference point is a mean; leave it out")
+        require_nf4_form(self.base, self.bits, self.group_size)
         if self.landing != "none" and self.dropout:
             raise RecipeError(
                 f"dropout = {self.dropout}: rounded with the base, adapters have no input of their own to drop; "

@@ -19,7 +19,7 @@ from compress.models.attention import ATTENDED, LayerCache, Sight, visible
 from compress.models.config import DecoderConfig
 from compress.models.linear import RMSNorm, bind, dense, rows
 from compress.models.spread import by_rows
-from export.quantized import QuantizedTensor, Weights
+from export.quantized import PackedTensor, QuantizedTensor, Weights
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -292,7 +292,7 @@ def tapped_states(
     return final_norm(config, stacked, x), tapped
 
 
-def head(config: DecoderConfig, stacked: Stacked) -> Array | QuantizedTensor:
+def head(config: DecoderConfig, stacked: Stacked) -> Array | PackedTensor:
     """The output projection [V, D]: the embedding when tied."""
     return stacked.rest[EMBEDDING if config.tie_word_embeddings else HEAD]
 

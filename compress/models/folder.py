@@ -17,6 +17,7 @@ from compress.models.config import DecoderConfig
 from compress.models.decoder import HEAD, shapes
 from compress.models.lora import merge_adapters
 from compress.tokenizer import Tokenizer
+from export.bitsandbytes import write as write_bitsandbytes
 from export.checkpoint import DTYPES, Checkpoint, check_finite, is_float, read
 from export.compressed_tensors import write as write_compressed
 from export.errors import ArtifactError
@@ -25,7 +26,7 @@ from export.peft import CONFIG as ADAPTER_CONFIG
 from export.peft import Adapters
 from export.peft import read as read_adapters
 from export.peft import write as write_adapters
-from export.quantized import QuantizedTensor, Weights
+from export.quantized import NF4Tensor, PackedTensor, Weights
 from export.safetensors import write as write_safetensors
 
 
@@ -76,7 +77,11 @@ class Model:
 
     @property
     def is_quantized(self) -> bool:
-        return any(isinstance(value, QuantizedTensor) for value in self.weights.values())
+        return any(isinstance(value, PackedTensor) for value in self.weights.values())
+
+    @property
+    def is_nf4(self) -> bool:
+        return any(isinstance(value, NF4Tensor) for value in self.weights.values())
 
     def merged(self) -> "Model":
         """This model with its adapters merged into its (dequantized) weights: the float model that they make."""
@@ -88,7 +93,7 @@ class Model:
     def dequantized(self) -> "Model":
         """This model with every quantized tensor as float32; adapters stay apart."""
         weights: Weights = {
-            name: np.asarray(value.dequantize(np.float32) if isinstance(value, QuantizedTensor) else value)
+            name: np.asarray(value.dequantize(np.float32) if isinstance(value, PackedTensor) else value)
             for name, value in self.weights.items()
         }
         return dataclasses.replace(self, weights=weights)
@@ -150,7 +155,7 @@ def load(path: str | os.PathLike, dtype: str = "float32") -> Model:
             if name.endswith("rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings):
                 # Derived from the config, and a copy of the embedding: older checkpoints carry them.
                 continue
-            weights[name] = value if isinstance(value, QuantizedTensor) else _cast(name, value, dtype)
+            weights[name] = value if isinstance(value, PackedTensor) else _cast(name, value, dtype)
         check_shapes(config, weights)
     except ArtifactError as error:
         raise ArtifactError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
@@ -188,12 +193,17 @@ def to_host(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 def cast(weights: Mapping[str, Any], dtype: Any) -> Weights:
     """The float tensors as JAX arrays of `dtype`, quantized ones as they are."""
-    return {n: v if isinstance(v, QuantizedTensor) else jnp.asarray(v, dtype) for n, v in weights.items()}
+    return {n: v if isinstance(v, PackedTensor) else jnp.asarray(v, dtype) for n, v in weights.items()}
 
 
 def save(model: Model, folder: Path, facts: Mapping[str, Any] | None = None) -> None:
-    """Write a stage's model: bfloat16 safetensors, or compressed-tensors if it is quantized, adapters beside it."""
-    if model.is_quantized:
+    """Write a stage's model, adapters beside it.
+
+    It is bfloat16 safetensors; of integers compressed-tensors; of NF4 as bitsandbytes has it.
+    """
+    if model.is_nf4:
+        write_bitsandbytes(model.checkpoint, folder)
+    elif model.is_quantized:
         write_compressed(model.checkpoint, folder, pack_embedding=True)
     else:
         write_safetensors(model.checkpoint, folder)

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from export.quantized import QuantizedTensor, QuantSpec
+from export.quantized import PackedTensor, QuantSpec
 
 
 def slot(*shape: int) -> nnx.Param:
@@ -35,18 +35,18 @@ def bind(module: nnx.Module, weights: dict) -> nnx.Module:
     return module
 
 
-def dense(weight: Array | QuantizedTensor, dtype) -> Array:
+def dense(weight: Array | PackedTensor, dtype) -> Array:
     """The weight as an array of `dtype`."""
-    return jnp.asarray(weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.astype(dtype))
+    return jnp.asarray(weight.dequantize(dtype) if isinstance(weight, PackedTensor) else weight.astype(dtype))
 
 
-def rows(weight: Array | QuantizedTensor, ids: Int[Array | np.ndarray, "..."], dtype) -> Float[Array, "... I"]:
+def rows(weight: Array | PackedTensor, ids: Int[Array | np.ndarray, "..."], dtype) -> Float[Array, "... I"]:
     """Rows of a weight [O, I]; of a quantized one only those asked for are dequantized."""
     return dense(jax.tree.map(lambda leaf: leaf[ids], weight), dtype)
 
 
 @jax.custom_vjp
-def product(x: Float[Array, "*B I"], weight: Array | QuantizedTensor) -> Float[Array, "*B O"]:
+def product(x: Float[Array, "*B I"], weight: Array | PackedTensor) -> Float[Array, "*B O"]:
     """`x W^T` in the dtype of x, for a weight [O, I]; a quantized one is a constant.
 
     What is kept for the backward pass is x and the weight as it is, so a quantized one is dequantized once more there.
@@ -61,7 +61,7 @@ def _product_forward(x, weight):
 def _product_backward(saved, dy):
     x, weight = saved
     dx = jnp.matmul(dy, dense(weight, dy.dtype))
-    if isinstance(weight, QuantizedTensor):
+    if isinstance(weight, PackedTensor):
         return dx, None
     # As matrices: XLA on a CPU transposes one of them, and is slow at that for three axes.
     d_weight = dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])

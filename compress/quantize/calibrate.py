@@ -25,7 +25,7 @@ from compress.quantize.rtn import rtn
 from eval.quantization_error import SquaredError, layer_error
 from eval.report import ErrorRow
 from export.errors import ArtifactError
-from export.quantized import QuantizedTensor, QuantSpec, Weights
+from export.quantized import PackedTensor, QuantizedTensor, QuantSpec, Weights
 
 # Linears that share an input are quantized as one, on one Hessian; their names are joined with this.
 JOIN = "|"
@@ -132,10 +132,11 @@ def capture_all(config, layer: dict, states: list[Array], data, batches: Sequenc
 
 def quantize_layer(
     layer: dict, grams: dict[str, Array], specs: dict[str, QuantSpec], quantizer: Quantizer, *, prefix: str, **settings
-) -> dict[str, QuantizedTensor]:
-    """The layer's linears, those that share an input as one; without calibration data each by itself."""
-    hessians: dict[str, Any] = grams or dict.fromkeys(name.removesuffix(".weight") for name in specs)
-    packed: dict[str, QuantizedTensor] = {}
+) -> dict[str, PackedTensor]:
+    """The layer's linears: for a method with Hessians those that share an input as one, else each by itself."""
+    alone = dict.fromkeys(name.removesuffix(".weight") for name in specs)
+    hessians: dict[str, Any] = grams if quantizer.calibrated else alone
+    packed: dict[str, PackedTensor] = {}
     for joined, hessian in hessians.items():
         names = [f"{name}.weight" for name in joined.split(JOIN)]
         w = jnp.concatenate([layer[name] for name in names])
@@ -143,7 +144,9 @@ def quantize_layer(
             whole = quantizer.quantize(w, specs[names[0]], hessian=hessian, **settings)
         except ArtifactError as error:
             raise ArtifactError(f"{prefix}{joined}: {error}") from error
-        packed |= zip(names, split(whole, [layer[name].shape[0] for name in names]), strict=True)
+        sizes = [layer[name].shape[0] for name in names]
+        parts = split(whole, sizes) if isinstance(whole, QuantizedTensor) else [whole]
+        packed |= zip(names, parts, strict=True)
     return packed
 
 

@@ -20,8 +20,9 @@ class Quantize:
     symmetric: bool = field(
         default=True, metadata={"help": "Levels around zero, or with a zero point a group.", "off": "asymmetric"}
     )
-    method: Literal["gptq", "rtn"] = field(
-        default="gptq", metadata={"help": "GPTQ, or round to nearest with the best clipping."}
+    method: Literal["gptq", "rtn", "nf4"] = field(
+        default="gptq",
+        metadata={"help": "GPTQ, round to nearest with the best clipping, or QLoRA's 4-bit NormalFloat."},
     )
     calibration: tuple[Path, ...] = field(
         default=(), metadata={"help": "Text that GPTQ sees: JSONL, Parquet or plain text."}
@@ -45,3 +46,20 @@ class Quantize:
             size = getattr(self, name)
             if size is not None and size & (size - 1):
                 raise RecipeError(f"{name} = {size}: must be 32, 64, 128 or 256")
+        if self.method == "nf4" and (self.embedding_bits or self.fallback_group_size or not self.symmetric):
+            raise RecipeError(
+                "method 'nf4' has no zero points, no fallback_group_size and no embedding_bits; leave them out"
+            )
+        require_nf4_form(self.method, self.bits, self.group_size)
+
+
+def require_nf4_form(method: str, bits: int, group_size: int) -> None:
+    """Refuse other bits or groups than NF4 has, where `method` is nf4.
+
+    Raises:
+      RecipeError: it says which NF4 has.
+    """
+    if method == "nf4" and (bits, group_size) != (4, 64):
+        raise RecipeError(
+            f"bits = {bits}, group_size = {group_size}: nf4 has 4 bits and blocks of 64; leave them out, or take rtn"
+        )

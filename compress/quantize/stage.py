@@ -1,4 +1,4 @@
-"""The quantize stage: a model in, with adapters or without; a compressed-tensors folder out."""
+"""The quantize stage: a model in, with adapters or without; a packed folder out."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from compress.quantize.quantizers import QUANTIZERS
 from compress.quantize.settings import Quantize
 from compress.settings import Common
 from export.atomic import atomic_folder
-from export.quantized import QuantizedTensor, QuantSpec
+from export.quantized import PackedTensor, QuantSpec
 
 LAYERS = "layers.json"
 
@@ -40,7 +40,7 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
         (folder / LAYERS).write_text(json.dumps(result.layers) + "\n")
         facts = {"stage": "quantize", "method": settings.method, "model": settings.model}
         save(result.model, folder, facts)
-    packed = [value for value in result.model.weights.values() if isinstance(value, QuantizedTensor)]
+    packed = [value for value in result.model.weights.values() if isinstance(value, PackedTensor)]
     return {
         "out": str(common.out),
         "method": settings.method,

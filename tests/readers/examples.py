@@ -1,11 +1,13 @@
 """A tiny random model of every family, float or quantized, with a tokenizer: what the engines are given to read.
 
 Matrices are drawn so that logits have a standard deviation near 1 or above. Every number is one that bfloat16 holds,
-and so is every product of a code and a scale: what an engine then computes differs by its own rounding alone.
+and so is every product of a code and a scale, NF4's aside: what an engine then computes differs by its own rounding
+alone.
 """
 
 import json
 from functools import cache, partial
+from typing import Literal
 
 import jax
 import ml_dtypes
@@ -15,9 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from compress.models import read_config
 from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, hidden_states, logits, shapes, stack
-from export.checkpoint import Checkpoint, to_numpy
+from compress.quantize.nf4 import nf4
+from export.checkpoint import Checkpoint, host, to_numpy
 from export.gguf_pretokenizers import PRE_TOKENIZERS, to_json
-from export.quantized import QuantizedTensor, QuantSpec, Weights, pack
+from export.quantized import NF4_BLOCK, QuantizedTensor, QuantSpec, Weights, pack
 
 LENGTH = 24
 SIZES = {
@@ -60,10 +63,11 @@ FAMILIES = {
 }
 """By model_type, with what tells a variant of the family apart after a hyphen."""
 
-# How matrices are quantized: by the first key that is part of a tensor's name.
-KINDS: dict[str, dict[str, QuantSpec]] = {
+# How matrices are quantized: by the first key that is part of a tensor's name. NF4 takes rows of whole blocks alone.
+KINDS: dict[str, dict[str, QuantSpec | Literal["nf4"]]] = {
     "float": {},
     "int4": {"": QuantSpec(4, 32)},
+    "nf4": {"layers": "nf4"},
     "int4 layers": {"layers": QuantSpec(4, 32)},
     "int4 asymmetric": {"": QuantSpec(4, 32, symmetric=False)},
     "several": {
@@ -98,8 +102,10 @@ def checkpoint(case: str, kind: str = "float") -> Checkpoint:
         spread = 0.3 if len(shape) == 1 else 1.5 / np.sqrt(shape[1])
         if name == "model.embed_tokens.weight":
             spread *= 0.5 if "gemma" in case else 4
-        if spec is not None and len(shape) == 2:
+        if isinstance(spec, QuantSpec) and len(shape) == 2:
             weights[name] = _quantized(rng, shape, spec, spread)
+        elif spec == "nf4" and len(shape) == 2 and shape[1] % NF4_BLOCK == 0:
+            weights[name] = host(nf4((spread * rng.standard_normal(shape)).astype(np.float32)))
         else:
             center = 1.0 if name.endswith("norm.weight") and "gemma" not in case else 0.0
             drawn = center + spread * rng.standard_normal(shape)

@@ -14,12 +14,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from benchmarks.engines import llama_cpp, transformers
 from compress.models import MODELS
+from compress.quantize.nf4 import nf4
 from export import FORMATS
-from export.checkpoint import Checkpoint
+from export.checkpoint import Checkpoint, read
+from export.quantized import NF4Tensor
 from tests.readers.examples import FAMILIES, LENGTH, checkpoint, expected
 
 pytestmark = pytest.mark.filterwarnings("ignore:You passed .quantization_config")  # which is how zero points are read
@@ -27,6 +29,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:You passed .quantization_config"
 
 def by_transformers(folder: Path, tokens: np.ndarray) -> np.ndarray:
     return transformers(folder)(tokens)
+
+
+def by_bitsandbytes(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """Bitsandbytes' own dequantization; its kernels for CPUs compute in bfloat16."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).dequantize(dtype=torch.float32)
+    with torch.no_grad():
+        return model.eval()(torch.tensor(tokens[None])).logits[0].numpy()
 
 
 def by_llama_cpp(folder: Path, tokens: np.ndarray) -> np.ndarray:
@@ -79,6 +88,7 @@ ROWS = [
     Row("compressed-tensors", "int4", by_transformers, EXACT),
     Row("compressed-tensors", "int4 asymmetric", by_transformers, EXACT),
     Row("compressed-tensors", "several", by_transformers, EXACT),
+    Row("bitsandbytes", "nf4", by_bitsandbytes, EXACT, {"dtype": "float32"}),
     Row("gguf", "float", by_llama_cpp, EXACT, {"float_type": "F32"}),
     Row("gguf", "float", by_llama_cpp, HALF, {"float_type": "F16"}),
     Row("gguf", "float", by_llama_cpp, BYTE, {"float_type": "Q8_0"}),
@@ -122,6 +132,28 @@ def test_two_heads_in_the_wrong_order_would_be_seen(row, tmp_path):
     wrong = dataclasses.replace(tensor, packed=tensor.packed[rows], scale=tensor.scale[rows])
     written = dataclasses.replace(right, weights={**right.weights, name: wrong})
     assert errors(row, "qwen3", written, tmp_path).mean() > row.limit
+
+
+def test_what_bitsandbytes_has_quantized_is_read_as_it_dequantizes_it(tmp_path):
+    FORMATS["safetensors"].write(checkpoint("qwen3"), tmp_path / "float")
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        llm_int8_skip_modules=["down_proj", "lm_head"],  # whose rows are no whole blocks here
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "float", dtype=torch.float32, quantization_config=how)
+    theirs.save_pretrained(tmp_path / "theirs")
+    found = read(tmp_path / "theirs").weights
+    want = theirs.dequantize(dtype=torch.float32).state_dict()
+    packed = [name for name in found if isinstance(found[name], NF4Tensor)]
+    assert len(packed) == 7 * 6
+    for name in packed:
+        np.testing.assert_allclose(found[name].dequantize(np.float32), want[name].numpy(), rtol=2e-6, atol=1e-7)
+        # What it has quantized is quantized to the same codes by us, but for what lies between two levels.
+        again = nf4(np.asarray(checkpoint("qwen3").weights[name]))
+        assert np.mean(np.asarray(again.codes()) != found[name].codes()) < 0.01
+        np.testing.assert_array_equal(again.scale, found[name].scale)
 
 
 def test_transformers_reads_a_folder_in_shards(tmp_path):
