@@ -32,7 +32,7 @@ from compress.models.lora import with_adapters
 from compress.progress import Progress
 from compress.quantize.quantizers import QUANTIZERS
 from compress.settings import Common
-from export.quantized import QuantizedTensor, QuantSpec
+from export.quantized import NF4Tensor, QuantizedTensor, QuantSpec
 from tests import tiny_training as tiny
 from tests.goldens.make_models import draw
 from tests.tiny_models import EXEMPLARS, config_of, stacked_of
@@ -446,6 +446,26 @@ def test_adapters_that_land_are_scored_as_rounding_to_nearest_leaves_them(folder
     (pairs,) = PairBatches(rows, base.tokenizer, size=8, length=PLAN["sequence_length"], epochs=1, shuffle=False)
     chosen, _ = tiny.dense_answers(base.config, decoder.stack(base.config, merged.weights | landed), pairs)
     np.testing.assert_allclose(scores["chosen"], chosen, rtol=2e-3, atol=2e-3)
+
+
+def test_adapters_learn_on_a_base_in_nf4_which_stays_as_it_was(data, files, tmp_path, monkeypatch):
+    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda shape: None)
+    hf = tiny.STUDENT_HF | {"vocab_size": 24, "hidden_size": 64}
+    config = read_config(hf)
+    save(Model(hf, config, draw(decoder.shapes(config), 3), files), tmp_path / "float")
+    options = {"base": "nf4", "bits": 4, "group_size": 64}
+    _, trace = align(tmp_path / "float", data, tmp_path / "out", "sft", **options)
+    assert trace["validations"][-1]["loss"] < 0.7 * trace["validations"][0]["loss"]
+    base, before = load(tmp_path / "out"), quantized_base(load(tmp_path / "float"), Align(data=(), **options))
+    assert {name for name, value in base.weights.items() if isinstance(value, NF4Tensor)} == {*decoder.linears(config)}
+    jax.tree.map(np.testing.assert_array_equal, base.weights, before.weights)
+    assert base.adapters is not None and not base.merged().is_quantized
+    again = dataclasses.replace(base, adapters=None)
+    assert quantized_base(again, Align(data=(), bits=8)) is again
+    with pytest.raises(RecipeError, match=r"rounds to integers.*NF4"):
+        quantized_base(again, Align(data=(), landing="fake_quantize", dropout=0.0))
+    with pytest.raises(RecipeError, match=r"bits = 8.*nf4 has 4 bits"):
+        Align(data=(), base="nf4", bits=8)
 
 
 def test_dropping_inputs_that_are_not_the_adapters_alone_is_refused():

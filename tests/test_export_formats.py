@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,15 @@ from hypothesis import strategies as st
 from export import FORMATS, compressed_tensors
 from export.checkpoint import DTYPES, FILES, Checkpoint, check_finite, kind, read
 from export.errors import ArtifactError
-from export.quantized import QuantizedTensor, QuantSpec, pack, unpack
+from export.quantized import NF4_BLOCK, NF4Tensor, PackedTensor, QuantizedTensor, QuantSpec, pack, unpack
 
 # Of what is no matrix of the model's own, each format is asked to keep all bits.
-EXACTLY = {"safetensors": {"dtype": "float32"}, "gguf": {"float_type": "F32"}, "orbax": {"dtype": "float32"}}
+EXACTLY = {
+    "safetensors": {"dtype": "float32"},
+    "bitsandbytes": {"dtype": "float32"},
+    "gguf": {"float_type": "F32"},
+    "orbax": {"dtype": "float32"},
+}
 FOLDERS = [name for name in FORMATS if name != "gguf"]
 VOCABULARY, HIDDEN, WIDE = 40, 128, 256
 CONFIG = {
@@ -64,8 +70,20 @@ def draw(rng: np.random.Generator, shape: tuple[int, ...], spec: QuantSpec) -> Q
     return QuantizedTensor(pack(codes, spec.bits), scale, zero, spec)
 
 
+def draw_nf4(rng: np.random.Generator, shape: tuple[int, int]) -> NF4Tensor:
+    packed = rng.integers(0, 256, (shape[0], shape[1] // 2), dtype=np.uint8)
+    scale = rng.integers(0, 256, (shape[0], shape[1] // NF4_BLOCK), dtype=np.uint8)
+    nested = rng.uniform(0.01, 0.1, -(-scale.size // 256)).astype(np.float32)
+    return NF4Tensor(packed, scale, nested, np.asarray(rng.uniform(0.1, 0.2), np.float32))
+
+
+def linears_for(name: str):
+    """How the linears are packed in a model that a format takes."""
+    return lambda tensor: None if "embed" in tensor else "nf4" if name == "bitsandbytes" else QuantSpec()
+
+
 def llama(seed: int, choose) -> Checkpoint:
-    """A one-layer model; `choose(name)` gives a matrix's spec, or None for floats."""
+    """A one-layer model; `choose(name)` gives a matrix's spec, "nf4", or None for floats."""
     rng = np.random.default_rng(seed)
     shapes = {f"model.layers.0.{name}.weight": shape for name, shape in LAYER.items()}
     shapes |= {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
@@ -73,17 +91,20 @@ def llama(seed: int, choose) -> Checkpoint:
     for name, shape in shapes.items():
         spec = choose(name) if len(shape) == 2 else None
         floats = rng.normal(size=shape).astype(ml_dtypes.bfloat16)
-        weights[name] = floats if spec is None else draw(rng, shape, spec)
+        drawn = draw_nf4 if spec == "nf4" else partial(draw, spec=spec)
+        weights[name] = floats if spec is None else drawn(rng, shape)
     return Checkpoint(CONFIG, weights)
 
 
-def same_bits(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return a.spec == b.spec and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in leaves)
+def same_bits(a: PackedTensor, b: PackedTensor) -> bool:
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b))
+    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in leaves)
 
 
 def floats(value) -> np.ndarray:
-    return np.asarray(value.dequantize() if isinstance(value, QuantizedTensor) else value, np.float32)
+    return np.asarray(value.dequantize() if isinstance(value, PackedTensor) else value, np.float32)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -91,6 +112,7 @@ def floats(value) -> np.ndarray:
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_every_format_gives_back_the_model(name, tmp_path_factory, data, seed):
     specs = SPECS if name != "gguf" else SPECS.filter(lambda spec: spec.bits == 4 or spec.symmetric)
+    specs = st.just("nf4") if name == "bitsandbytes" else specs
     spec, other = data.draw(specs), data.draw(st.none() | specs)
     model = llama(seed, lambda name: None if "embed" in name else other if "down" in name else spec)
     folder = tmp_path_factory.mktemp("round") / "model"
@@ -104,15 +126,15 @@ def test_every_format_gives_back_the_model(name, tmp_path_factory, data, seed):
     for tensor, value in model.weights.items():
         found = again.weights[tensor]
         assert found.shape == value.shape
-        if isinstance(value, QuantizedTensor) and isinstance(found, QuantizedTensor):
+        if isinstance(value, PackedTensor) and isinstance(found, PackedTensor):
             assert same_bits(found, value)
         # GGUF's Q4_1 keeps -z * s in float16, off by at most 2**-11 of 15 * 0.1.
         np.testing.assert_allclose(floats(found), floats(value), rtol=0, atol=1e-3 if name == "gguf" else 0)
 
 
-@pytest.mark.parametrize("name", ["compressed-tensors", "orbax"])
+@pytest.mark.parametrize("name", ["compressed-tensors", "bitsandbytes", "orbax"])
 def test_quantized_formats_keep_tensors_quantized(name, tmp_path):
-    model = llama(0, lambda name: None if "embed" in name else QuantSpec(4, 32, symmetric=False))
+    model = llama(0, linears_for(name))
     FORMATS[name].write(model, tmp_path)
     again = read(tmp_path).weights
     assert all(type(again[tensor]) is type(value) for tensor, value in model.weights.items())
@@ -121,7 +143,7 @@ def test_quantized_formats_keep_tensors_quantized(name, tmp_path):
 @pytest.mark.parametrize("name", FOLDERS)
 def test_files_travel_along_and_strangers_stay_behind(name, tmp_path):
     files = {file: file.encode() for file in FILES}
-    model = llama(0, lambda name: None if "embed" in name else QuantSpec())
+    model = llama(0, linears_for(name))
     FORMATS[name].write(Checkpoint(model.config, model.weights, files), tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     assert read(tmp_path).files == files
@@ -131,7 +153,7 @@ def test_files_travel_along_and_strangers_stay_behind(name, tmp_path):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_jax_arrays_are_written_like_numpy_ones(name, tmp_path):
-    model = llama(0, lambda name: None if "embed" in name else QuantSpec())
+    model = llama(0, linears_for(name))
     on_device = Checkpoint(model.config, jax.tree.map(jnp.asarray, model.weights))
     for folder, checkpoint in (("numpy", model), ("jax", on_device)):
         FORMATS[name].write(checkpoint, tmp_path / folder)
@@ -209,7 +231,7 @@ def test_a_broken_orbax_checkpoint_is_one_line(tmp_path):
 
 
 def edit(folder, change) -> None:
-    """Change `config.json` and the tensors of a compressed-tensors folder."""
+    """Change `config.json` and the tensors of a quantized folder."""
     from safetensors.numpy import save_file
 
     from export.safetensors import read_tensors
@@ -254,6 +276,63 @@ def test_a_strange_or_damaged_quantized_folder_is_refused_by_name(message, tmp_p
     with pytest.raises(ArtifactError, match=re.escape(message)) as caught:
         read(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def restate(**changes):
+    """A change of what a folder of bitsandbytes says of a weight."""
+
+    def change(_, tensors):
+        name = f"{LINEAR}.weight.quant_state.bitsandbytes__nf4"
+        state = json.loads(tensors[name].tobytes()) | changes
+        tensors[name] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+
+    return change
+
+
+def rename(old: str, new: str):
+    return lambda _, tensors: tensors.update({f"{LINEAR}.weight{new}": tensors.pop(f"{LINEAR}.weight{old}")})
+
+
+NF4_DAMAGE = {
+    "8 bits is not read": lambda config, _: config.update(load_in_8bit=True),
+    "of 4-bit types only nf4": rename(".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"),
+    "bnb_4bit_use_double_quant": lambda _, tensors: tensors.pop(f"{LINEAR}.weight.nested_absmax"),
+    f"{LINEAR}.weight missing": lambda _, tensors: tensors.pop(f"{LINEAR}.weight"),
+    "shape [256, 96]": restate(shape=[WIDE, 96]),
+    "shape [True, 128]": restate(shape=[True, HIDDEN]),
+    "only nf4 in blocks of 64 and 256": restate(blocksize=128),
+    "nested_offset nan": restate(nested_offset=float("nan")),
+    "nested_offset 1e+39": restate(nested_offset=1e39),
+    "uint8 (16384, 1) must be uint8 (32768, 1)": restate(shape=[2 * WIDE, HIDDEN]),
+    "absmax: float32 (512,) must be uint8 (512,)": lambda _, tensors: tensors.update(
+        {f"{LINEAR}.weight.absmax": np.ones(512, np.float32)}
+    ),
+    "quant_map: other levels": lambda _, tensors: tensors.update(
+        {f"{LINEAR}.weight.quant_map": np.linspace(-1, 1, 16, dtype=np.float32)}
+    ),
+    "quant_state: not valid JSON": lambda _, tensors: tensors.update(
+        {f"{LINEAR}.weight.quant_state.bitsandbytes__nf4": np.zeros(4, np.uint8)}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", NF4_DAMAGE)
+def test_a_strange_or_damaged_folder_of_bitsandbytes_is_refused_by_name(message, tmp_path):
+    FORMATS["bitsandbytes"].write(llama(0, linears_for("bitsandbytes")), tmp_path)
+    edit(tmp_path, NF4_DAMAGE[message])
+    with pytest.raises(ArtifactError, match=re.escape(message)) as caught:
+        read(tmp_path)
+    assert LINEAR in str(caught.value) or "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_linears_that_are_not_in_nf4_are_named_for_engines(tmp_path):
+    model = llama(0, lambda name: None if "embed" in name or "v_proj" in name else "nf4")
+    FORMATS["bitsandbytes"].write(model, tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert said["llm_int8_skip_modules"] == ["lm_head", "model.layers.0.self_attn.v_proj"]
+    with pytest.raises(ArtifactError, match="no tensor is in NF4"):
+        FORMATS["bitsandbytes"].write(llama(0, lambda name: None), tmp_path / "floats")
 
 
 def test_all_missing_parts_are_reported_at_once(tmp_path):

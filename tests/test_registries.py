@@ -38,6 +38,7 @@ def choices(schema: type, name: str) -> set[str]:
         (Align, "method", {*PREFERENCE_LOSSES, "sft"}),
         (Align, "scaling", {*SCALINGS}),
         (Quantize, "method", {*QUANTIZERS}),
+        (Align, "base", {name for name, quantizer in QUANTIZERS.items() if not quantizer.calibrated}),
         (Export, "format", {*FORMATS}),
     ],
 )
