@@ -46,7 +46,7 @@ from compress.models.decoder import (
     stack,
 )
 from compress.models.folder import architecture
-from compress.models.lora import init_adapters, is_adapter
+from compress.models.lora import init_adapters, is_adapter, magnitudes
 from compress.pipeline import Run
 from compress.quantize.calibrate import JOIN, capture
 from compress.quantize.gptq import round_in_order
@@ -230,6 +230,7 @@ class Plan:
         spec = QuantSpec(bits=settings.bits, group_size=settings.group_size)
         base = _packed(config, dict.fromkeys(linears(config), spec), self.dtype, settings.base)
         adapters = jax.eval_shape(lambda: init_adapters(config, jax.random.key(0), settings.rank))
+        adapters |= jax.eval_shape(magnitudes, base, adapters) if settings.dora else {}
         trainable, frozen = partition(_stacked(config, base | adapters), is_adapter)
         scale, rows = settings.alpha / settings.rank, settings.global_batch
         loss = alignment_loss(settings, config, scale, dropout=settings.dropout)

@@ -1,7 +1,8 @@
 """LoRA adapters as PEFT keeps them: adapter_config.json and adapter_model.safetensors.
 
 An adapter "<linear>.lora_A" [rank, in] or "<linear>.lora_B" [out, rank] is on disk
-"base_model.model.<linear>.lora_A.weight". https://huggingface.co/docs/peft
+"base_model.model.<linear>.lora_A.weight"; DoRA's "<linear>.lora_magnitude_vector" [out] has no ".weight".
+https://huggingface.co/docs/peft
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from export.untrusted import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, SUFFIX = "base_model.model.", ".weight"
+MAGNITUDE = ".lora_magnitude_vector"
 SCALINGS: dict[str, Callable[[float, int], float]] = {
     "lora": lambda alpha, rank: alpha / rank,
     "rslora": lambda alpha, rank: alpha / rank**0.5,
@@ -28,7 +30,6 @@ SCALINGS: dict[str, Callable[[float, int], float]] = {
 """What B @ A is multiplied by, of alpha and rank: LoRA (arXiv:2106.09685, section 4.1), rsLoRA (arXiv:2312.03732)."""
 # Variants of LoRA that compute something else, with the value that means "not used".
 VARIANTS: dict[str, Any] = {
-    "use_dora": False,
     "bias": "none",
     "modules_to_save": None,
     "rank_pattern": {},
@@ -40,10 +41,11 @@ VARIANTS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Low-rank updates of linears: w + scale * B @ A.
+    """Low-rank updates of linears: w + scale * B @ A, with DoRA (arXiv:2402.09353) in rows of given lengths.
 
     Attributes:
-      weights: "<linear>.lora_A" [rank, in] and "<linear>.lora_B" [out, rank].
+      weights: "<linear>.lora_A" [rank, in] and "<linear>.lora_B" [out, rank]; with DoRA also
+        "<linear>.lora_magnitude_vector" [out].
       rank: of all of them.
       alpha: what the scale is made of, with the rank.
       dropout: the share of inputs dropped in training.
@@ -63,6 +65,11 @@ class Adapters:
         """What B @ A is multiplied by."""
         return SCALINGS[self.scaling](self.alpha, self.rank)
 
+    @property
+    def dora(self) -> bool:
+        """Whether rows have lengths of their own."""
+        return any(name.endswith(MAGNITUDE) for name in self.weights)
+
 
 def write(adapters: Adapters, path: str | os.PathLike, *, dtype: str = "float32") -> None:
     """Write adapters into a folder, which may be that of their base, if that is written first.
@@ -74,7 +81,9 @@ def write(adapters: Adapters, path: str | os.PathLike, *, dtype: str = "float32"
     _check(adapters, str(folder))
     folder.mkdir(parents=True, exist_ok=True)
     stored = {
-        f"{PREFIX}{name}{SUFFIX}": np.asarray(to_numpy(name, value, dtype), order="C")
+        PREFIX + (name if name.endswith(MAGNITUDE) else name + SUFFIX): np.asarray(
+            to_numpy(name, value, dtype), order="C"
+        )
         for name, value in adapters.weights.items()
     }
     write_file(stored, folder / WEIGHTS)
@@ -85,6 +94,7 @@ def write(adapters: Adapters, path: str | os.PathLike, *, dtype: str = "float32"
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
         "lora_dropout": adapters.dropout,
+        "use_dora": adapters.dora,
         "use_rslora": adapters.scaling == "rslora",
         "target_modules": sorted({name.rpartition(".")[0] for name in adapters.weights}),
         "inference_mode": True,
@@ -114,21 +124,24 @@ def read(path: str | os.PathLike) -> Adapters:
     rank, alpha, dropout = (config.get(key, 0) for key in ("r", "lora_alpha", "lora_dropout"))
     if type(rank) is not int or rank < 1 or not _is_number(alpha) or not _is_number(dropout):
         raise ArtifactError(f"{where}: r must be a positive integer, lora_alpha and lora_dropout finite numbers")
-    rslora = config.get("use_rslora") or False
-    if type(rslora) is not bool:
-        raise ArtifactError(f"{where}: use_rslora = {str(rslora)[:80]} must be true or false")
+    rslora, dora = (config.get(key) or False for key in ("use_rslora", "use_dora"))
+    if type(rslora) is not bool or type(dora) is not bool:
+        said = f"use_rslora = {str(rslora)[:80]} and use_dora = {str(dora)[:80]}"
+        raise ArtifactError(f"{where}: {said} must be true or false")
     if not os.path.lexists(folder / WEIGHTS):
         pickles = [entry.name for entry in folder.iterdir() if entry.name.endswith(PICKLES)]
         what = f"{pickles[0]} is a pickle, which is never opened; convert it to" if pickles else "no"
         raise ArtifactError(f"{folder}: {what} {WEIGHTS}")
     stored = read_file(folder, WEIGHTS)
-    strange = [name for name in stored if not (name.startswith(PREFIX) and name.endswith(SUFFIX))]
+    strange = [name for name in stored if not (name.startswith(PREFIX) and name.endswith((SUFFIX, MAGNITUDE)))]
     if strange:
         raise ArtifactError(f"{folder / WEIGHTS}: {', '.join(strange[:8])}: not {PREFIX}<linear>.lora_A{SUFFIX}")
     weights = {name.removeprefix(PREFIX).removesuffix(SUFFIX): stored[name] for name in stored}
     base = str(config.get("base_model_name_or_path") or "")
     adapters = Adapters(weights, rank, float(alpha), float(dropout), base, "rslora" if rslora else "lora")
     _check(adapters, str(folder / WEIGHTS))
+    if adapters.dora != dora:
+        raise ArtifactError(f"{where}: use_dora = {dora}, but {WEIGHTS} has{'' if adapters.dora else ' no'} magnitudes")
     return adapters
 
 
@@ -140,6 +153,12 @@ def _check(adapters: Adapters, where: str) -> None:
     problems = [] if adapters.weights else ["no adapters"]
     for name, value in adapters.weights.items():
         linear, _, half = name.rpartition(".")
+        if adapters.dora and half == "lora_A" and f"{linear}{MAGNITUDE}" not in adapters.weights:
+            problems.append(f"{linear}{MAGNITUDE} missing")
+        if name == f"{linear}{MAGNITUDE}":
+            if f"{linear}.lora_B" not in adapters.weights or value.ndim != 1:
+                problems.append(f"{name} {value.shape} must have one dimension and a lora_B beside it")
+            continue
         axis = {"lora_A": 0, "lora_B": 1}.get(half)
         if axis is None or not linear:
             problems.append(f"{name} is not <linear>.lora_A or <linear>.lora_B")

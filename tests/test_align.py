@@ -28,7 +28,7 @@ from compress.data.rows import Rows
 from compress.errors import DataError, RecipeError
 from compress.models import decoder, read_config
 from compress.models.folder import Model, load, save
-from compress.models.lora import with_adapters
+from compress.models.lora import magnitudes, with_adapters
 from compress.progress import Progress
 from compress.quantize.quantizers import QUANTIZERS
 from compress.settings import Common
@@ -446,6 +446,26 @@ def test_adapters_that_land_are_scored_as_rounding_to_nearest_leaves_them(folder
     (pairs,) = PairBatches(rows, base.tokenizer, size=8, length=PLAN["sequence_length"], epochs=1, shuffle=False)
     chosen, _ = tiny.dense_answers(base.config, decoder.stack(base.config, merged.weights | landed), pairs)
     np.testing.assert_allclose(scores["chosen"], chosen, rtol=2e-3, atol=2e-3)
+
+
+def test_learnt_lengths_of_rows_are_in_the_folder_as_they_were_scored(folders, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("compress.align.stage.mesh_of_devices", lambda shape: None)
+    _, trace = align(folders / "quantized", data, tmp_path / "out", "dpo", dora=True)
+    before, after = trace["validations"][0], trace["validations"][-1]
+    assert after["loss"] < 0.5 * before["loss"]
+    assert before["kl_to_reference"] == pytest.approx(0, abs=1e-5)
+    model = load(tmp_path / "out")
+    assert model.adapters is not None and model.adapters.dora
+    begun = magnitudes(model.weights, model.adapters.weights)
+    assert all(np.any(model.adapters.weights[name] != value) for name, value in begun.items())
+    scores = json.loads((tmp_path / "out" / "preference.json").read_text())
+    rows = Rows(data / "valid.jsonl", kinds=("preference",))
+    (pairs,) = PairBatches(rows, model.tokenizer, size=8, length=PLAN["sequence_length"], epochs=1, shuffle=False)
+    merged = model.merged()
+    chosen, _ = tiny.dense_answers(merged.config, decoder.stack(merged.config, merged.weights), pairs)
+    np.testing.assert_allclose(scores["chosen"], chosen, rtol=2e-3, atol=2e-3)
+    with pytest.raises(RecipeError, match="has no magnitudes"):
+        Align(data=(), dora=True, landing="fake_quantize", dropout=0.0)
 
 
 def test_adapters_learn_on_a_base_in_nf4_which_stays_as_it_was(data, files, tmp_path, monkeypatch):

@@ -57,6 +57,23 @@ def test_a_scaling_is_written_as_peft_names_it_and_read_again(scaling, tmp_path)
     assert (again.scaling, again.scale) == (scaling, {"lora": 3 / 4, "rslora": 3 / 2}[scaling])
 
 
+def test_magnitudes_come_back_as_they_went_and_are_all_or_none(tmp_path):
+    lengths = {f"{linear}.lora_magnitude_vector": np.ones(size, np.float32) for linear, (size, _) in LINEARS.items()}
+    whole = dataclasses.replace(adapters(), weights=dict(adapters().weights) | lengths)
+    peft.write(whole, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["use_dora"] is True
+    again = peft.read(tmp_path)
+    assert again.dora and again.weights.keys() == whole.weights.keys()
+    first, _ = lengths
+    lacking = {name: value for name, value in whole.weights.items() if name != first}
+    with pytest.raises(ArtifactError, match=f"{first} missing"):
+        peft.write(dataclasses.replace(whole, weights=lacking), tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": False}))
+    with pytest.raises(ArtifactError, match=r"use_dora = False, but .* has magnitudes"):
+        peft.read(tmp_path)
+
+
 def test_an_index_keeps_the_adapters_out_of_their_base(tmp_path):
     """Engines that read every .safetensors of a folder leave out what its index does not name."""
     write_file({"w": np.zeros((2, 3), np.float32)}, tmp_path / "model.safetensors")

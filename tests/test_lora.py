@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from compress.models import decoder
-from compress.models.linear import Dropout
-from compress.models.lora import init_adapters, is_adapter, merge_adapters, with_adapters, with_landing
+from compress.models.linear import Dropout, Linear, bind
+from compress.models.lora import init_adapters, is_adapter, magnitudes, merge_adapters, with_adapters, with_landing
 from compress.quantize.rtn import fake_quantize, rtn
 from export.errors import ArtifactError
 from tests import tiny_training as tiny
@@ -28,15 +28,28 @@ def random_adapters(seed=0, targets=".*"):
     return {name: rng.normal(0, 0.1, value.shape).astype(np.float32) for name, value in drawn.items()}
 
 
+def with_magnitudes(adapters):
+    """The same with rows of random lengths (DoRA)."""
+    rng = np.random.default_rng(3)
+    lengths = {
+        f"{name.removesuffix('lora_B')}lora_magnitude_vector": rng.uniform(0.5, 2, len(value)).astype(np.float32)
+        for name, value in adapters.items()
+        if name.endswith("lora_B")
+    }
+    return adapters | lengths
+
+
 def adapted(weights, adapters, **options):
     parts = decoder.partition(decoder.stack(tiny.STUDENT, weights | adapters), is_adapter)
     return with_adapters(parts[1], parts[0], SCALE, **options)
 
 
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("targets", [".*", r"[qv]_proj", r"layers\.1\."])
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
-def test_merging_equals_running_with_adapters(base, targets):
+def test_merging_equals_running_with_adapters(base, targets, dora):
     adapters, batch = random_adapters(targets=targets), tiny.batch(0)
+    adapters = with_magnitudes(adapters) if dora else adapters
     beside = tiny.logits_of(tiny.STUDENT, adapted(base(), adapters), batch)
     inside = decoder.stack(tiny.STUDENT, merge_adapters(base(), adapters, SCALE))
     np.testing.assert_allclose(beside, tiny.logits_of(tiny.STUDENT, inside, batch), rtol=1e-3, atol=2e-4)
@@ -55,6 +68,51 @@ def test_a_merged_weight_is_w_plus_scale_b_a(base):
         dense = weight if isinstance(weight, np.ndarray) else np.asarray(weight.dequantize())
         delta = adapters[f"{linear}.lora_B"].astype(np.float64) @ adapters[f"{linear}.lora_A"]
         np.testing.assert_allclose(merged[name], dense + SCALE * delta, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+def test_rows_of_a_merged_weight_are_as_long_as_their_magnitudes(base):
+    plain, adapters = random_adapters(targets="q_proj"), with_magnitudes(random_adapters(targets="q_proj"))
+    merged, whole = merge_adapters(base(), adapters, SCALE), merge_adapters(base(), plain, SCALE)
+    for name in adapters.keys() - plain.keys():
+        weight = name.replace("lora_magnitude_vector", "weight")
+        w = whole[weight].astype(np.float64)
+        wanted = adapters[name][:, None] * w / np.sqrt(np.square(w).sum(1, keepdims=True))
+        np.testing.assert_allclose(merged[weight], wanted, rtol=1e-5, atol=1e-6)
+    adapters[name] = np.ones(3, np.float32)
+    with pytest.raises(ArtifactError, match=r"q_proj: a magnitude \(3,\) on 32 outputs"):
+        merge_adapters(base(), adapters, SCALE)
+
+
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+def test_lengths_as_they_are_change_nothing(base):
+    adapters = init_adapters(tiny.STUDENT, jax.random.key(0), tiny.RANK)
+    fresh = adapters | magnitudes(base(), adapters)
+    assert len(fresh) == len(adapters) * 3 // 2
+    plain = tiny.logits_of(tiny.STUDENT, decoder.stack(tiny.STUDENT, base()), tiny.batch(0))
+    beside = tiny.logits_of(tiny.STUDENT, adapted(base(), fresh), tiny.batch(0))
+    np.testing.assert_allclose(beside, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_no_gradient_goes_through_the_norm_of_a_row():
+    rng = np.random.default_rng(0)
+    w, a, b, x = (rng.normal(size=shape).astype(np.float32) for shape in [(5, 6), (2, 6), (5, 2), (3, 4, 6)])
+    m = rng.uniform(0.5, 2, 5).astype(np.float32)
+    upstream = rng.normal(size=(3, 4, 5)).astype(np.float32)
+
+    def run(a, b, m):
+        names = {"weight": w, "lora_A": a, "lora_B": b, "lora_magnitude_vector": m}
+        return bind(Linear(6, 5), names)(jnp.asarray(x))
+
+    y, pull = jax.vjp(run, *map(jnp.asarray, (a, b, m)))
+    whole = w + b.astype(np.float64) @ a
+    norms = np.sqrt(np.square(whole).sum(1))
+    np.testing.assert_allclose(y, x @ (m[:, None] * whole / norms[:, None]).T, rtol=1e-4, atol=1e-5)
+    g = np.einsum("bto,bti->oi", upstream, x, dtype=np.float64)
+    of_v = g * (m / norms)[:, None]
+    wanted = (b.T @ of_v, of_v @ a.T, (g * whole).sum(1) / norms)
+    for found, want in zip(pull(jnp.asarray(upstream)), wanted, strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)

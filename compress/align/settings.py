@@ -45,6 +45,9 @@ class Align:
     scaling: Literal["lora", "rslora"] = field(
         default="lora", metadata={"help": "Adapters count alpha / rank, or alpha / sqrt(rank)."}
     )
+    dora: bool = field(
+        default=False, metadata={"help": "Learn the lengths of the weights' rows apart from their directions (DoRA)."}
+    )
     landing: Literal["none", "fake_quantize"] = field(
         default="none", metadata={"help": "Train on the merged weights as they are, or as rtn will round them."}
     )
@@ -137,6 +140,8 @@ class Align:
         if self.method == "kto" and self.per_device_batch is not None:
             raise RecipeError("per_device_batch cuts the batch, of which kto's reference point is a mean; leave it out")
         require_nf4_form(self.base, self.bits, self.group_size)
+        if self.landing != "none" and self.dora:
+            raise RecipeError(f'dora = true: landing = "{self.landing}" has no magnitudes; leave one of them out')
         if self.landing != "none" and self.dropout:
             raise RecipeError(
                 f"dropout = {self.dropout}: rounded with the base, adapters have no input of their own to drop; "

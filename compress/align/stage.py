@@ -22,7 +22,7 @@ from compress.data.split import training_and_held_out
 from compress.errors import RecipeError
 from compress.models.decoder import Stacked, linears, partition, stack, unstack
 from compress.models.folder import Model, cast, load, save, to_host
-from compress.models.lora import init_adapters, is_adapter, with_adapters, with_landing
+from compress.models.lora import init_adapters, is_adapter, magnitudes, with_adapters, with_landing
 from compress.quantize.preflight import require_fit
 from compress.quantize.quantizers import QUANTIZERS
 from compress.quantize.rtn import fake_quantize
@@ -111,6 +111,8 @@ class Trainer:
         self.settings, self.common, self.config = settings, common, base.config
         self.scale = SCALINGS[settings.scaling](settings.alpha, settings.rank)
         adapters = init_adapters(base.config, jax.random.key(common.seed), settings.rank)
+        if settings.dora:
+            adapters |= magnitudes(base.weights, adapters)
         stacked = stack(base.config, cast(base.weights, common.dtype) | adapters)
         self.adapters, frozen = partition(stacked, is_adapter)
         self.mesh = mesh_of_devices(common.mesh)

@@ -45,6 +45,12 @@ def rows(weight: Array | PackedTensor, ids: Int[Array | np.ndarray, "..."], dtyp
     return dense(jax.tree.map(lambda leaf: leaf[ids], weight), dtype)
 
 
+def row_norms(weight: Float[Array, "O I"]) -> Float[Array, " O"]:
+    """The length of each output's weights; of one whose weights are all zero, 1."""
+    norms = jnp.linalg.norm(weight, axis=-1)
+    return jnp.where(norms > 0, norms, 1.0)
+
+
 @jax.custom_vjp
 def product(x: Float[Array, "*B I"], weight: Array | PackedTensor) -> Float[Array, "*B O"]:
     """`x W^T` in the dtype of x, for a weight [O, I]; a quantized one is a constant.
@@ -102,6 +108,8 @@ class Landing:
 class Linear(nnx.Module):
     """`y = x W^T + b`, plus `B A dropout(x)` where adapters are bound (LoRA, arXiv:2106.09685, eq. 3).
 
+    With a magnitude m too, each output of `x W^T + B A dropout(x)` is multiplied by `m / ||W + B A||`, the norm of its
+    row, through which no gradient goes (DoRA, arXiv:2402.09353, eq. 5 and section 4.3).
     With a `Landing` it is `y = x quantize(W + B A)^T + b`, and nothing is dropped, as no input is the adapters' alone.
     The adapters' scale is already in B. The input is kept as an `nnx.Intermediate`, which costs nothing unless
     the caller of the block asks for it (calibration does).
@@ -110,7 +118,7 @@ class Linear(nnx.Module):
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False):
         self.weight = slot(outputs, inputs)
         self.bias = slot(outputs) if bias else None
-        self.lora_A, self.lora_B = nnx.data(None), nnx.data(None)
+        self.lora_A, self.lora_B, self.lora_magnitude_vector = nnx.data(None), nnx.data(None), nnx.data(None)
         self.lora_dropout, self.lora_landing = nnx.data(None), nnx.data(None)
 
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
@@ -120,11 +128,15 @@ class Linear(nnx.Module):
             merged = dense(weight, jnp.float32) + self.lora_B.get_value() @ self.lora_A.get_value()
             weight = landing.get_value().quantize(merged, weight.spec)
         y = product(x, weight)
+        if self.lora_A is not None and landing is None:
+            a, b = self.lora_A.get_value(), self.lora_B.get_value()
+            dropped = x if self.lora_dropout is None else self.lora_dropout.get_value()(x)
+            y = y + product(product(dropped, a), b)
+            if self.lora_magnitude_vector is not None:
+                norms = jax.lax.stop_gradient(row_norms(dense(weight, jnp.float32) + b @ a))
+                y = y * (self.lora_magnitude_vector.get_value() / norms).astype(x.dtype)
         if self.bias is not None:
             y = y + self.bias.get_value().astype(x.dtype)
-        if self.lora_A is not None and landing is None:
-            dropped = x if self.lora_dropout is None else self.lora_dropout.get_value()(x)
-            y = y + product(product(dropped, self.lora_A.get_value()), self.lora_B.get_value())
         return y
 
 

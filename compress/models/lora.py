@@ -1,7 +1,8 @@
 """Low-rank adapters on the blocks' linears (LoRA, arXiv:2106.09685; on a 4-bit base, QLoRA, arXiv:2305.14314).
 
 An adapter is two tensors named after its linear: `lora_A` [R, I] and `lora_B` [O, R]. They add
-`alpha / R * B A x` to the linear's output. In training they are stacked over layers like the weights.
+`alpha / R * B A x` to the linear's output. With DoRA (arXiv:2402.09353) there is a third, `lora_magnitude_vector` [O],
+the lengths of the rows of what then is the weight. In training they are stacked over layers like the weights.
 
 Letters: L layers, B batch, R rank, I inputs, O outputs.
 """
@@ -17,14 +18,14 @@ from jaxtyping import Array, Float, Key
 
 from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, combine, linears
-from compress.models.linear import Dropout, Landing, dense
+from compress.models.linear import Dropout, Landing, dense, row_norms
 from export.errors import ArtifactError
 from export.quantized import QuantizedTensor, QuantSpec, Weights
 
 
 def is_adapter(name: str) -> bool:
     """Whether a tensor's name is an adapter's."""
-    return name.endswith((".lora_A", ".lora_B"))
+    return name.endswith((".lora_A", ".lora_B", ".lora_magnitude_vector"))
 
 
 def init_adapters(config: DecoderConfig, key: Key[Array, ""], rank: int, *, targets: str = r".*") -> Weights:
@@ -47,6 +48,13 @@ def init_adapters(config: DecoderConfig, key: Key[Array, ""], rank: int, *, targ
     if not adapters:
         raise ArtifactError(f"adapter targets {targets!r} match no linear layer")
     return adapters
+
+
+def magnitudes(weights: Weights, adapters: Weights) -> Weights:
+    """DoRA's magnitudes of every adapted linear as training begins: the lengths of its rows, in float32."""
+    linears = [name.removesuffix(".lora_A") for name in adapters if name.endswith(".lora_A")]
+    lengths = jax.jit(lambda weight: row_norms(dense(weight, jnp.float32)))
+    return {f"{linear}.lora_magnitude_vector": lengths(weights[f"{linear}.weight"]) for linear in linears}
 
 
 def with_adapters(
@@ -88,6 +96,8 @@ def with_landing(base: Stacked, quantize: Callable[[Float[Array, "O I"], QuantSp
 def merge_adapters(weights: Weights, adapters: Mapping[str, Any], scale: float) -> Weights:
     """`W + scale * B A` in float32 for every adapted linear, of a quantized one from its dequantized weight.
 
+    Where there is a magnitude m, each row is made as long as m says (DoRA, arXiv:2402.09353, eq. 5).
+
     Raises:
       ArtifactError: an adapter has no linear, no partner, or a wrong shape; all such are named.
     """
@@ -95,14 +105,17 @@ def merge_adapters(weights: Weights, adapters: Mapping[str, Any], scale: float) 
     problems = []
     for linear in sorted({name.rpartition(".")[0] for name in adapters}):
         name = f"{linear}.weight"
-        a, b = adapters.get(f"{linear}.lora_A"), adapters.get(f"{linear}.lora_B")
+        a, b, m = (adapters.get(f"{linear}.{part}") for part in ("lora_A", "lora_B", "lora_magnitude_vector"))
         if name not in weights or a is None or b is None:
             problems.append(f"{linear} lacks its {'weight' if name not in weights else 'lora_A or lora_B'}")
         elif (b.shape[0], a.shape[1]) != tuple(weights[name].shape) or b.shape[1] != a.shape[0]:
             problems.append(f"{linear}: B {b.shape} and A {a.shape} on a weight of {tuple(weights[name].shape)}")
+        elif m is not None and m.shape != b.shape[:1]:
+            problems.append(f"{linear}: a magnitude {m.shape} on {b.shape[0]} outputs")
         else:
             delta = jnp.asarray(b, jnp.float32) @ jnp.asarray(a, jnp.float32)
-            merged[name] = np.asarray(dense(jax.tree.map(jnp.asarray, weights[name]), jnp.float32) + scale * delta)
+            whole = dense(jax.tree.map(jnp.asarray, weights[name]), jnp.float32) + scale * delta
+            merged[name] = np.asarray(whole if m is None else whole * (jnp.asarray(m) / row_norms(whole))[:, None])
     if problems:
         raise ArtifactError(f"adapters that do not fit the model: {'; '.join(problems)}")
     return merged

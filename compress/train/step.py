@@ -57,11 +57,11 @@ def schedule(settings: FitSettings) -> optax.Schedule:
 
 
 def make_optimizer(settings: FitSettings) -> optax.GradientTransformation:
-    """AdamW (arXiv:1711.05101); norms and biases do not decay."""
+    """AdamW (arXiv:1711.05101); norms, biases and magnitudes do not decay."""
 
     def decays(tree):
         def is_matrix(path, leaf):
-            return not str(path[-1]).rstrip("'])").endswith(("norm.weight", "bias"))
+            return not str(path[-1]).rstrip("'])").endswith(("norm.weight", "bias", "magnitude_vector"))
 
         return jax.tree_util.tree_map_with_path(is_matrix, tree)
 

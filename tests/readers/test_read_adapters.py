@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from compress.artifact import run_probe, verify_folder, write_artifact
 from compress.models import read_config
 from compress.models.folder import Model, load, save
-from compress.models.lora import init_adapters
+from compress.models.lora import init_adapters, magnitudes
 from compress.settings import Export
 from export.peft import Adapters
 from tests.readers.examples import FAMILIES, checkpoint, expected, ours
@@ -21,7 +21,7 @@ from tests.readers.examples import FAMILIES, checkpoint, expected, ours
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # PEFT asks transformers
 
 
-def adapted(case: str, kind: str) -> Model:
+def adapted(case: str, kind: str, *, dora: bool = False) -> Model:
     """An example with adapters at all linears, large enough to move its logits."""
     base = checkpoint(case, kind)
     config = read_config(base.config)
@@ -30,6 +30,9 @@ def adapted(case: str, kind: str) -> Model:
         name: np.asarray(value if name.endswith("A") else 0.3 * jax.random.normal(keys[1], value.shape))
         for name, value in init_adapters(config, keys[0], rank=4).items()
     }
+    if dora:
+        lengths = magnitudes(base.weights, weights)
+        weights |= {name: np.asarray(value * np.linspace(0.5, 2, len(value))) for name, value in lengths.items()}
     return Model(base.config, config, dict(base.weights), base.files, Adapters(weights, rank=4, alpha=8.0))
 
 
@@ -39,9 +42,9 @@ def run(model, tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-@pytest.mark.parametrize("kind", ["float", "int4 layers"])
-def test_peft_computes_our_logits(case, kind, tmp_path):
-    model = adapted(case, kind)
+@pytest.mark.parametrize(("kind", "dora"), [("float", False), ("int4 layers", False), ("float", True)])
+def test_peft_computes_our_logits(case, kind, dora, tmp_path):
+    model = adapted(case, kind, dora=dora)
     save(model, tmp_path / "both")
     save(dataclasses.replace(model, adapters=None), tmp_path / "base")
     tokens, without = expected(case, kind)
