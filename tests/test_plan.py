@@ -90,14 +90,16 @@ def test_what_a_run_would_refuse_is_refused(world, capsys, flags, code, says):
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (8, False)])
-def test_the_shapes_of_a_packed_model_have_the_bytes_of_one(bits, symmetric):
+@pytest.mark.parametrize(
+    ("method", "bits", "symmetric"), [("rtn", 4, True), ("rtn", 8, False), ("nf4", 4, True)], ids=str
+)
+def test_the_shapes_of_a_packed_model_have_the_bytes_of_one(method, bits, symmetric):
     hf = tiny_run.CONFIG | {"num_hidden_layers": 1, "intermediate_size": 64}
     config = read_config(hf)
     spec = QuantSpec(bits=bits, group_size=32, symmetric=symmetric)
     weights = {name: jnp.asarray(value) for name, value in tiny_run.weights(hf).items()}
-    real = weights | {name: QUANTIZERS["rtn"].quantize(weights[name], spec) for name in linears(config)}
-    found = plan._packed(config, dict.fromkeys(linears(config), spec), jnp.float32)
+    real = weights | {name: QUANTIZERS[method].quantize(weights[name], spec) for name in linears(config)}
+    found = plan._packed(config, dict.fromkeys(linears(config), spec), jnp.float32, method)
     alike = lambda a, b: a.shape == b.shape and a.dtype == b.dtype  # noqa: E731
     assert jax.tree.all(jax.tree.map(alike, found, real))
     assert plan.size(found) == sum(leaf.nbytes for leaf in jax.tree.leaves(real))

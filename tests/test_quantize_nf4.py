@@ -1,6 +1,7 @@
 """NF4 and its scales against their definitions, and as a base in memory."""
 
 import math
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compress.artifact import require_form
 from compress.errors import RecipeError
 from compress.models.linear import product
 from compress.quantize.nf4 import nf4
@@ -147,6 +149,25 @@ def test_a_product_with_it_is_that_of_its_dense_weight_and_it_gets_no_gradient()
     dx, dq = jax.grad(loss, (0, 1), allow_int=True)(x, q)
     np.testing.assert_allclose(dx, jax.grad(loss)(x, dense), rtol=1e-5, atol=1e-6)
     assert not any(np.asarray(leaf, np.float32).any() for leaf in (dq.nested, dq.mean))
+
+
+@pytest.mark.parametrize(
+    ("is_nf4", "name", "gguf_type", "said"),
+    [
+        (True, "compressed-tensors", "auto", "compressed-tensors: it has no NF4.*quantize --method gptq"),
+        (True, "gguf", "auto", "gguf: it has no NF4"),
+        (True, "gguf", "Q4_0", "gguf: it has no NF4"),
+        (True, "orbax", "auto", "orbax: it has no NF4"),
+        (False, "bitsandbytes", "auto", "not in NF4: compress quantize --method nf4"),
+        (True, "bitsandbytes", "auto", None),
+        (True, "safetensors", "auto", None),
+        (True, "gguf", "F16", None),
+        (False, "gguf", "Q4_0", None),
+    ],
+)
+def test_it_is_written_as_itself_or_in_floats(is_nf4, name, gguf_type, said):
+    with nullcontext() if said is None else pytest.raises(RecipeError, match=said):
+        require_form(is_nf4, name, gguf_type, "model")
 
 
 @pytest.mark.parametrize(
