@@ -59,8 +59,8 @@ from compress.schema import Recipe
 from compress.settings import Common, Eval, Export
 from compress.train.checkpoints import KEEP
 from compress.train.course import VALIDATION_BATCHES, mesh_of_devices
-from compress.train.mesh import batch_sharding, on_mesh, weight_shardings
-from compress.train.step import FitSettings, LossFn, make_step, rows_across
+from compress.train.mesh import batch_sharding, on_mesh, rows_across, weight_shardings
+from compress.train.step import FitSettings, LossFn, make_step
 from export.quantized import PackedTensor, QuantizedTensor, QuantSpec
 from export.untrusted import read_object
 
@@ -223,8 +223,8 @@ class Plan:
     def align(self, settings: Align) -> Need:
         """The packed base on the host, and the step; before that the float32 model while it is packed.
 
-        Operations: the base is frozen, so of a token twice the forward pass, adapters aside; a preference has a row
-        for both answers, twice as long at most, and a forward pass of the reference.
+        Operations: the base is frozen, so of a token twice the forward pass, adapters aside, and once more with
+        remat; a preference has a row for both answers, twice as long at most, and a forward pass of the reference.
         """
         config, length = self.config(settings), settings.sequence_length
         spec = QuantSpec(bits=settings.bits, group_size=settings.group_size)

@@ -14,6 +14,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from compress.align.loss import (
     answer_log_probabilities,
+    loss_of,
     policy_divergence,
     preference_loss,
     sft_loss,
@@ -182,6 +183,23 @@ def test_dropout_depends_on_the_rows_keys_and_not_on_their_batch(name, parts, dp
     assert moved == pytest.approx(whole, rel=1e-5)
     assert float(loss(adapters, base, batch, keys[order])[0]) != pytest.approx(whole, rel=1e-4)
     assert float(loss(adapters, base, batch, None)[0]) != pytest.approx(whole, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dpo", "sft"])
+def test_remat_holds_less_and_changes_neither_the_loss_nor_its_gradients(name, parts):
+    base, _, adapters, pairs = parts
+    batch, keys = (tiny.batch(3) if name == "sft" else pairs), jax.random.split(jax.random.key(0), 8)
+    settings = Align(data=(), method=name)
+
+    def of(remat):
+        loss = loss_of(dataclasses.replace(settings, remat=remat), tiny.STUDENT, SCALE, dropout=0.4)
+        slopes = jax.jit(jax.value_and_grad(lambda adapters: loss(adapters, base, batch, keys)[0]))
+        compiled = slopes.lower(adapters).compile()
+        return compiled(adapters), compiled.memory_analysis().temp_size_in_bytes
+
+    (again, smaller), (kept, larger) = of(True), of(False)
+    assert smaller < larger
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), again, kept)
 
 
 def test_sft_is_the_cross_entropy_of_the_completions(parts, sft):

@@ -67,6 +67,18 @@ def test_memory_that_does_not_suffice_is_told_with_the_batch_that_would_fit(worl
     assert "not even per_device_batch = 1 fits" in run_plan(world, capsys)[1]["change"]["distill"]
 
 
+def test_what_alignment_holds_depends_on_remat(world, capsys, monkeypatch):
+    for other in set(STAGES) - {"align"}:
+        monkeypatch.setattr(plan.Plan, other, lambda self, settings: plan.Need(0, 0, 0, 0.0))
+    monkeypatch.setattr(plan, "resident_bytes", lambda: 0)
+    long = ("--set", "align.sequence_length=512")
+    again, kept = (
+        run_plan(world, capsys, *long, "--set", f"align.remat={remat}")[1]["stages"]["align"]
+        for remat in ("true", "false")
+    )
+    assert again["memory_gb"] < kept["memory_gb"]
+
+
 def test_a_full_disk_is_told(world, capsys, monkeypatch):
     for name in STAGES:
         monkeypatch.setattr(plan.Plan, name, lambda self, settings: plan.Need(0, 0, 2 * 10**9, 0.0))

@@ -23,17 +23,19 @@ from compress.train.head import HeadLoss, cross_entropy, head_tokens
 from compress.train.step import LossFn
 
 
-def _hidden(config: DecoderConfig, stacked: Stacked, batch: Batch) -> Float[Array, "B T D"]:
+def _hidden(config: DecoderConfig, stacked: Stacked, batch: Batch, remat: bool = False) -> Float[Array, "B T D"]:
     view: dict[str, Any] = {"positions": batch.positions, "segments": batch.segments, "branches": batch.branches}
-    return hidden_states(config, stacked, batch.tokens, **view)
+    return hidden_states(config, stacked, batch.tokens, **view, remat=remat)
 
 
-def token_nll(config: DecoderConfig, stacked: Stacked, batch: Batch, *, chunk: int = 512) -> Float[Array, "B T"]:
+def token_nll(
+    config: DecoderConfig, stacked: Stacked, batch: Batch, *, chunk: int = 512, remat: bool = False
+) -> Float[Array, "B T"]:
     """Negative log-likelihood of every target, zero elsewhere; column t is of token t + 1, so there are T - 1.
 
     Differentiable in all of `stacked` but the head.
     """
-    hidden = _hidden(config, stacked, batch)
+    hidden = _hidden(config, stacked, batch, remat)
     parts = HeadLoss(partial(project, config), cross_entropy, chunk=chunk)
     weight = jax.lax.stop_gradient(dense(head(config, stacked), hidden.dtype))
     nll, _ = head_tokens(parts, hidden[:, :-1], weight, None, (batch.tokens[:, 1:],), batch.mask[:, 1:])
@@ -45,26 +47,28 @@ def answers(values: Float[Array | np.ndarray, "B T"], branches: Int[Array | np.n
     return jnp.stack([jnp.where(branches == side, values, 0.0).sum(axis=1) for side in (CHOSEN, REJECTED)])
 
 
-def answer_log_probabilities(config: DecoderConfig, stacked: Stacked, rows: Batch) -> Float[Array, "2 B"]:
+def answer_log_probabilities(
+    config: DecoderConfig, stacked: Stacked, rows: Batch, *, remat: bool = False
+) -> Float[Array, "2 B"]:
     """Log-probabilities of the chosen and of the rejected answers' targets, summed, in nats."""
     assert rows.branches is not None
-    return -answers(token_nll(config, stacked, rows), rows.branches[:, 1:])
+    return -answers(token_nll(config, stacked, rows, remat=remat), rows.branches[:, 1:])
 
 
 def loss_of(settings: Align, config: DecoderConfig, scale: float, *, dropout: float) -> LossFn:
     """The loss of the settings' method."""
+    run: dict[str, Any] = {"dropout": dropout, "remat": settings.remat}
     if settings.method == "sft":
-        return sft_loss(config, scale, dropout=dropout)
-    options = {**settings.own, "sft_weight": settings.sft_weight, "dropout": dropout}
-    return preference_loss(config, scale, method=settings.method, **options)
+        return sft_loss(config, scale, **run)
+    return preference_loss(config, scale, method=settings.method, sft_weight=settings.sft_weight, **settings.own, **run)
 
 
-def sft_loss(config: DecoderConfig, scale: float, *, dropout: float = 0.0) -> LossFn:
+def sft_loss(config: DecoderConfig, scale: float, *, dropout: float = 0.0, remat: bool = False) -> LossFn:
     """Cross-entropy over the masked tokens, for `fit`: trainable the adapters, frozen the base."""
 
     def loss(adapters: Stacked, base: Stacked, batch: Batch, keys):
         policy = with_adapters(base, adapters, scale, rate=dropout, keys=keys)
-        total, count = token_nll(config, policy, batch).sum(), batch.mask[:, 1:].sum()
+        total, count = token_nll(config, policy, batch, remat=remat).sum(), batch.mask[:, 1:].sum()
         return total, count, {"cross_entropy": (total, count)}
 
     return loss
@@ -81,6 +85,7 @@ def preference_loss(
     reference_free: bool = False,
     sft_weight: float = 0.0,
     dropout: float = 0.0,
+    remat: bool = False,
 ) -> LossFn:
     """A preference loss for `fit`, a value a pair; the batch carries the reference's log-probabilities.
 
@@ -97,7 +102,7 @@ def preference_loss(
 
     def loss(adapters: Stacked, base: Stacked, pairs: PairBatch, keys):
         policy = with_adapters(base, adapters, scale, rate=dropout, keys=keys)
-        log_probability = answer_log_probabilities(config, policy, pairs.rows)
+        log_probability = answer_log_probabilities(config, policy, pairs.rows, remat=remat)
         assert pairs.rows.branches is not None
         targets = answers(pairs.rows.mask, pairs.rows.branches)
         tokens = jnp.maximum(targets, 1)

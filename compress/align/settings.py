@@ -124,6 +124,13 @@ class Align:
         default=0.05,
         metadata={"help": "Rise of the loss that brings back a checkpoint; 0 is never.", "min": 0},
     )
+    remat: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute a block's insides again in the backward pass: far less memory, more time.",
+            "layout": True,
+        },
+    )
 
     def __post_init__(self):
         if self.steps is not None and self.epochs is not None:
