@@ -184,7 +184,7 @@ def _stage_parameters(name: str) -> list[click.Parameter]:
     assert table is not None
     said = f"Recipe whose [{table_of(name)}] table to use."
     recipe = click.Option(["--recipe"], type=click.Path(path_type=Path), help=said)
-    beside = [*_data_parameters(name), *_mesh_parameters(name), *_out_parameters(stage.out)]
+    beside = [*_data_parameters(name), *_mesh_parameters(name), *_log_parameters(name), *_out_parameters(stage.out)]
     return [*options_for(table), *beside, recipe, *_common_parameters(trains=name in TRAINING)]
 
 
@@ -213,6 +213,13 @@ def _mesh_parameters(name: str) -> list[click.Parameter]:
     from compress.settings import MeshShape
 
     return [option_for(keys(MeshShape)[axis]) for axis in MESH_FLAGS] if name in TRAINING else []
+
+
+def _log_parameters(name: str) -> list[click.Parameter]:
+    from compress.options import options_for
+    from compress.settings import Log
+
+    return options_for(Log) if name in TRAINING else []
 
 
 def _out_parameters(metavar: str | None) -> list[click.Parameter]:
@@ -278,13 +285,14 @@ def _run_recipe(function: str, /, **given: Any) -> int:
 
 
 def _beside_flags(name: str, given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
-    """What was typed of the tables [data] and [mesh]."""
+    """What was typed of the tables [data], [mesh] and [log]."""
     from compress.options import given_flags
-    from compress.settings import Data, MeshShape
+    from compress.settings import Data, Log, MeshShape
 
     flags = given_flags(Data, "data", given) if _data_parameters(name) else {}
     return flags | given_flags(MeshShape, "mesh", {axis: given.get(axis) for axis in MESH_FLAGS})
 
+    flags |= given_flags(Log, "log", given)
 
 def _load(path: Path | None, given: dict[str, Any], flags: dict[str, tuple[str, Any]]) -> "Recipe":
     from compress.device import LAUNCH
@@ -311,6 +319,10 @@ def _common(recipe: "Recipe", out: Path | None, force: bool, *, uses_jax: bool =
         progress = Progress(quiet=process > 0)
         device = choose_device(recipe.device, progress)
         dtype = choose_dtype(recipe.dtype, device)
+        if trains and not process:
+            from compress.log import open_sinks
+
+            progress.sinks = open_sinks(recipe.log)
     return Common(recipe.seed, dtype, device, out, force, progress, recipe.data, recipe.mesh, process)
 
 

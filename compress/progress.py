@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 # What takes less is over before anyone has read how long it takes.
@@ -14,9 +14,11 @@ class Progress:
 
     Attributes:
       listener: called with what each report says, before it is decided whether to print it.
+      sinks: called with the stage, the step and the figures of what `log` is told.
     """
 
     listener: Callable[..., None] | None = None
+    sinks: Sequence[Callable[[str, int, dict[str, float]], None]] = ()
 
     def __init__(self, stream: TextIO | None = None, *, quiet: bool = False, every: float = 10.0):
         """Write to `stream` (standard error if None), in a log at most each `every` seconds; `quiet` writes nothing."""
@@ -44,6 +46,11 @@ class Progress:
             self._width = 0 if done >= total else len(line)
         else:
             self._write(line + "\n")
+
+    def log(self, stage: str, step: int, figures: dict[str, float]) -> None:
+        """Send figures of a step to the sinks, under the stage's name alone; nothing is printed."""
+        for sink in self.sinks:
+            sink(stage.partition(" ")[0], step, figures)
 
     def _seconds_left(self, stage: str, done: int, total: int, now: float) -> str:
         """The estimate, in words. The clock starts after the first step, which is slow because it compiles."""

@@ -6,7 +6,7 @@ from dataclasses import field
 from compress.align.settings import Align
 from compress.distill.settings import CacheTeacher, Distill
 from compress.quantize.settings import Quantize
-from compress.settings import Data, Device, Dtype, Eval, Export, Gate, Generate, MeshShape, Verify
+from compress.settings import Data, Device, Dtype, Eval, Export, Gate, Generate, Log, MeshShape, Verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,10 @@ class Recipe:
     device: Device = field(default="auto", metadata={"help": "What to run on; auto takes the best there is."})
     distributed: bool = field(default=False, metadata={"help": "Train together with the same command on other hosts."})
     data: Data = field(default_factory=Data, metadata={"help": "How rows of all data files are read."})
-    mesh: MeshShape = field(default_factory=MeshShape, metadata={"help": "How training spreads over the devices."})
+    mesh: MeshShape = field(
+        default_factory=MeshShape, metadata={"help": "How training spreads over the devices."}
+    )
+    log: Log = field(default_factory=Log, metadata={"help": "Where figures of the training go."})
     cache_teacher: CacheTeacher | None = None
     distill: Distill | None = None
     align: Align | None = None

@@ -39,6 +39,16 @@ class MeshShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class Log:
+    """Where training stages send their figures, beside the files that they write."""
+
+    tensorboard: Path | None = field(default=None, metadata={"help": "Folder for TensorBoard's event files."})
+    wandb: str | None = field(
+        default=None, metadata={"help": "Project of Weights & Biases; WANDB_MODE=offline sends nothing."}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Common:
     """What a stage is told beside its settings.
 

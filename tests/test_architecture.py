@@ -21,7 +21,7 @@ FLOORS = [
     {"train", "generate"},
     {"models", "data", "device"},
     {"tokenizer", "chat_template", "sentencepiece_model", "settings", "locate", "display", "record"}
-    | {"recipe", "keys", "progress", "errors", "__init__"},
+    | {"recipe", "keys", "progress", "log", "errors", "__init__"},
 ]
 FOLDERS = {path.parts[1] for path in FILES if len(path.parts) > 2}
 

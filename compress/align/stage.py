@@ -37,6 +37,7 @@ from compress.train.course import (
     reporter,
     teller,
     told_of,
+    validation_reporter,
     validator,
 )
 from compress.train.fit import fit
@@ -171,6 +172,7 @@ class Trainer:
             watch=partial(self.watch, stream),
             on_step=reporter(self.common.progress, stage, plan.steps, counted),
             on_event=teller(self.common.progress, stage),
+            on_validation=validation_reporter(self.common.progress, stage),
             checkpoints=checkpoints,
         )
         return adapters, trace

@@ -31,6 +31,7 @@ from compress.train.course import (
     reporter,
     teller,
     told_of,
+    validation_reporter,
     validator,
 )
 from compress.train.fit import fit
@@ -148,6 +149,7 @@ def distill(
         validate=validator(loss, frozen, checks, mesh),
         on_step=reporter(common.progress, "distill", plan.steps),
         on_event=teller(common.progress, "distill"),
+        on_validation=validation_reporter(common.progress, "distill"),
         checkpoints=checkpoints,
     )
     trained, _ = partition(trained, lambda name: name != PROJECTION)

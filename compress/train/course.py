@@ -174,5 +174,16 @@ def reporter(
     def on_step(step: int, row: dict[str, float]) -> None:
         speed = row["count"] / row["seconds"] if row["seconds"] else 0.0
         progress(stage, step, steps, loss=row["loss"], **{f"{counted}_per_second": speed})
+        progress.log(stage, step, {name: value for name, value in row.items() if name != "step"})
 
     return on_step
+
+
+def validation_reporter(progress: Progress, stage: str) -> Callable[[dict[str, float]], None]:
+    """Sends each validation's figures to the sinks."""
+
+    def on_validation(row: dict[str, float]) -> None:
+        figures = {f"validation/{name}": value for name, value in row.items() if name != "step"}
+        progress.log(stage, int(row["step"]), figures)
+
+    return on_validation

@@ -42,6 +42,7 @@ def fit(
     watch: Callable[[Trace], dict[str, Any] | None] = lambda trace: None,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, row: None,
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+    on_validation: Callable[[dict[str, float]], None] = lambda row: None,
     checkpoints: Checkpoints | None = None,
 ) -> tuple[Any, Trace]:
     """Train for `settings.steps` steps of `global_batch` rows.
@@ -61,12 +62,14 @@ def fit(
         training, and the weights of that validation are not kept.
       on_step: called with the step (from 1) and its metrics.
       on_event: called with each event.
+      on_validation: called with each validation's step and metrics.
 
     Raises:
       DataError: the batches end early, a loss is NaN or Inf and no checkpoint helped, or `watch` let no weights pass.
       Preempted: SIGTERM came; the step at hand was finished and saved.
     """
-    loop = _Loop(loss_fn, trainable, frozen, batches, settings, mesh, validate, watch, on_step, on_event, checkpoints)
+    told = (on_step, on_event, on_validation)
+    loop = _Loop(loss_fn, trainable, frozen, batches, settings, mesh, validate, watch, told, checkpoints)
     if checkpoints is None:
         loop.run(StopRequest())
     else:
@@ -78,13 +81,12 @@ def fit(
 class _Loop:
     """A run, and all that a step of it changes."""
 
-    def __init__(
-        self, loss_fn, trainable, frozen, batches, settings, mesh, validate, watch, on_step, on_event, checkpoints
-    ):
+    def __init__(self, loss_fn, trainable, frozen, batches, settings, mesh, validate, watch, told, checkpoints):
         self.loss_fn, self.first, self.settings, self.mesh = loss_fn, trainable, settings, mesh
         self.frozen = place(mesh, frozen)
         self.batches, self.stream = batches, iter(batches)
-        self.validate, self.watch, self.on_step, self.on_event = validate, watch, on_step, on_event
+        self.validate, self.watch = validate, watch
+        self.on_step, self.on_event, self.on_validation = told
         self.checkpoints = checkpoints
         self.origin = batches.state() if checkpoints else None
         self.trace, self.rollbacks, self.scale = Trace(), 0, 1.0
@@ -110,7 +112,7 @@ class _Loop:
             self.batches.restore(self.restore(saved[-1])["cursor"])
             self.on_event({"step": self.step, "event": "resumed"})
         elif self.validate is not None:
-            self.trace.validations.append({"step": 0.0, **self.validate(self.weights)})
+            self.validated(self.validate(self.weights))
         following = None
         while self.step < self.settings.steps and not self.trace.stopped:
             batch, following = self.take() if following is None else following, None
@@ -187,12 +189,17 @@ class _Loop:
     def check(self, metrics: dict[str, float]) -> None:
         """Take a validation: are these the best weights so far, and shall the run go on?"""
         before = self.trace.best_loss
-        self.trace.validations.append({"step": float(self.step), **metrics})
+        self.validated(metrics)
         if event := self.watch(self.trace):
             self.happened({"step": self.step, **event})
         if not self.trace.stopped and metrics["loss"] < before:
             self.trace.best_step = self.step
             self.best = to_host_memory(self.weights)
+
+    def validated(self, metrics: dict[str, float]) -> None:
+        """Keep a validation and tell of it."""
+        self.trace.validations.append({"step": float(self.step), **metrics})
+        self.on_validation(self.trace.validations[-1])
 
     def happened(self, event: dict[str, Any]) -> None:
         """Keep an event and tell of it."""
