@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # A bug is not a verdict: 1 says that the gate failed, so a traceback exits with sysexits' EX_SOFTWARE.
 BUG = 70
+TRY_AGAIN = 75  # EX_TEMPFAIL: what is saved stands, and the same command goes on from it
 _NO_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
@@ -387,11 +388,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         code = exit_code(error)
+        from compress.errors import is_lost_peer
+
         if code == BUG:
             traceback.print_exc()
         else:
             click.echo(f"error: {' '.join(_said(error).split())}", err=True)
         return code
+        if is_lost_peer(error):
+            os._exit(code)  # at the interpreter's end JAX would wait for the process that is gone, and then abort
 
 
 @contextlib.contextmanager
@@ -413,11 +418,14 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
 def _said(error: Exception) -> str:
     """What is wrong, where, and what to do."""
-    from compress.errors import Preempted, is_out_of_device_memory
+    from compress.errors import Preempted, is_lost_peer, is_out_of_device_memory
 
     if isinstance(error, Preempted):
         return f"{error}; run the same command again to go on from there"
     if is_out_of_device_memory(error):
+    if is_lost_peer(error):
+        why = str(error).partition("\n")[0]
+        return f"lost another process of this run ({why}); start all again to go on from the last checkpoint"
         return f"{str(error).rpartition(': ')[2]} Lower --per-device-batch, --sequence-length or --window"
     if not isinstance(error, OSError) or not error.strerror:
         return str(error) or type(error).__name__
@@ -428,14 +436,14 @@ def _said(error: Exception) -> str:
 
 def exit_code(error: Exception) -> int:
     """The exit code that an error stands for; `BUG` where it is no mistake of the user's."""
-    from compress.errors import DataError, Preempted, RecipeError, is_out_of_device_memory
+    from compress.errors import DataError, Preempted, RecipeError, is_lost_peer, is_out_of_device_memory
     from eval.errors import EvidenceError
     from export.errors import ArtifactError, OutputExists
 
     if isinstance(error, RecipeError | OutputExists):
         return 2
-    if isinstance(error, Preempted):
-        return 75
+    if isinstance(error, Preempted) or is_lost_peer(error):
+        return TRY_AGAIN
     if isinstance(error, ArtifactError | DataError | EvidenceError):
         return 4
     if isinstance(error, MemoryError) or is_out_of_device_memory(error):

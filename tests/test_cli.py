@@ -337,3 +337,14 @@ def test_the_constraints_are_names_and_versions_and_cover_what_is_required():
     wanted = [*project["dependencies"], *extras["dev"], *extras["readers"]]
     names = {word.split(">")[0].split("=")[0].lower().replace("-", "_") for word in wanted}
     assert names <= {name.lower().replace("-", "_") for name in pinned}
+
+
+def test_an_exchange_that_fails_is_told_as_a_lost_process_and_no_other_error_is():
+    lost = ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer\nat this place")
+    assert cli.exit_code(lost) == 75
+    assert cli._said(lost) == (
+        "lost another process of this run (UNKNOWN: Gloo AllGather failed: Connection reset by peer); "
+        "start all again to go on from the last checkpoint"
+    )
+    assert cli.exit_code(ValueError("shapes do not agree")) == cli.BUG
+    assert cli.exit_code(DataError("row 3: a barrier")) == 4
