@@ -118,7 +118,8 @@ STAGES = {
     ),
 }
 
-TRAINING = ("distill", "align")  # the stages that spread over a mesh
+TRAINING = ("distill", "align")  # the stages that several processes share
+SPREAD = (*TRAINING, "eval")  # the stages that spread over a mesh
 MESH_FLAGS = ("fsdp", "tensor")
 COMMON_FLAGS = ("seed", "dtype", "device", "distributed")
 
@@ -213,7 +214,7 @@ def _mesh_parameters(name: str) -> list[click.Parameter]:
     from compress.options import option_for
     from compress.settings import MeshShape
 
-    return [option_for(keys(MeshShape)[axis]) for axis in MESH_FLAGS] if name in TRAINING else []
+    return [option_for(keys(MeshShape)[axis]) for axis in MESH_FLAGS] if name in SPREAD else []
 
 
 def _log_parameters(name: str) -> list[click.Parameter]:
@@ -291,9 +292,9 @@ def _beside_flags(name: str, given: dict[str, Any]) -> dict[str, tuple[str, Any]
     from compress.settings import Data, Log, MeshShape
 
     flags = given_flags(Data, "data", given) if _data_parameters(name) else {}
+    flags |= given_flags(Log, "log", given)
     return flags | given_flags(MeshShape, "mesh", {axis: given.get(axis) for axis in MESH_FLAGS})
 
-    flags |= given_flags(Log, "log", given)
 
 def _load(path: Path | None, given: dict[str, Any], flags: dict[str, tuple[str, Any]]) -> "Recipe":
     from compress.device import LAUNCH
@@ -318,12 +319,12 @@ def _common(recipe: "Recipe", out: Path | None, force: bool, *, uses_jax: bool =
         keep_compiled()
         process = join_processes(recipe.distributed) if trains else 0
         progress = Progress(quiet=process > 0)
-        device = choose_device(recipe.device, progress)
-        dtype = choose_dtype(recipe.dtype, device)
         if trains and not process:
             from compress.log import open_sinks
 
             progress.sinks = open_sinks(recipe.log)
+        device = choose_device(recipe.device, progress)
+        dtype = choose_dtype(recipe.dtype, device)
     return Common(recipe.seed, dtype, device, out, force, progress, recipe.data, recipe.mesh, process)
 
 
@@ -387,16 +388,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         click.echo("interrupted", err=True)
         return 130
     except Exception as error:
-        code = exit_code(error)
         from compress.errors import is_lost_peer
 
+        code = exit_code(error)
         if code == BUG:
             traceback.print_exc()
         else:
             click.echo(f"error: {' '.join(_said(error).split())}", err=True)
-        return code
         if is_lost_peer(error):
             os._exit(code)  # at the interpreter's end JAX would wait for the process that is gone, and then abort
+        return code
 
 
 @contextlib.contextmanager
@@ -422,10 +423,10 @@ def _said(error: Exception) -> str:
 
     if isinstance(error, Preempted):
         return f"{error}; run the same command again to go on from there"
-    if is_out_of_device_memory(error):
     if is_lost_peer(error):
         why = str(error).partition("\n")[0]
         return f"lost another process of this run ({why}); start all again to go on from the last checkpoint"
+    if is_out_of_device_memory(error):
         return f"{str(error).rpartition(': ')[2]} Lower --per-device-batch, --sequence-length or --window"
     if not isinstance(error, OSError) or not error.strerror:
         return str(error) or type(error).__name__

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from compress.data.rows import SHOWN, Rows, skipped_rows
 from compress.data.windows import Windows, documents, windows
@@ -20,8 +21,9 @@ from compress.errors import RecipeError
 from compress.models.decoder import EMBEDDING, HEAD, LAYER, head, hidden_states, project, stack
 from compress.models.folder import Model, cast, load
 from compress.models.linear import dense
-from compress.settings import Common, Eval
+from compress.settings import Common, Eval, MeshShape
 from compress.tokenizer import same_tokenizer
+from compress.train.mesh import make_mesh, on_host, on_mesh, place, place_rows, replicated, rows_across
 from eval import metrics
 from eval.markdown import to_table
 from eval.quantization_error import SquaredError, tensor_error
@@ -165,8 +167,9 @@ def open_windows(models: Mapping[str, Model], settings: Eval, common: Common) ->
 
 def chunks(models: Mapping[str, Model], held_out: Windows, common: Common, stage: str) -> Iterator[Chunk]:
     """Every model's logits on the windows, `CHUNK` tokens at a time; column t predicts token t + 1."""
-    dtype = jnp.dtype(common.dtype)
-    runs = {name: Runner(model, dtype) for name, model in models.items()}
+    dtype, mesh = jnp.dtype(common.dtype), scoring_mesh(common.mesh)
+    runs = {name: Runner(model, dtype, mesh) for name, model in models.items()}
+    held_out = dataclasses.replace(held_out, size=windows_at_once(mesh))
     batches = -(-len(held_out.windows) // held_out.size)
     for number, (batch, owners) in enumerate(held_out, 1):
         common.progress(stage, number, batches)
@@ -180,19 +183,46 @@ def chunks(models: Mapping[str, Model], held_out: Windows, common: Common, stage
             yield Chunk(logits, targets[piece], mask[piece], document[piece])
 
 
-class Runner:
-    """A model, its adapters on, that is run batch after batch."""
+def scoring_mesh(shape: MeshShape) -> Mesh | None:
+    """The mesh that models are scored on: one over all devices where the recipe splits weights, else None.
 
-    def __init__(self, model: Model, dtype):
+    Raises:
+      RecipeError: the shape is for another number of devices.
+    """
+    # Of several processes the first scores alone, on a device of its own.
+    split = shape.fsdp * shape.tensor > 1 and jax.process_count() == 1
+    return make_mesh(shape.data, shape.fsdp, shape.tensor) if split else None
+
+
+def windows_at_once(mesh: Mesh | None) -> int:
+    """Windows that go through a model at once: as many on each device that has its own."""
+    across = rows_across(mesh)
+    return -(-BATCH // across) * across
+
+
+class Runner:
+    """A model, its adapters on, that is run batch after batch, on the mesh if there is one."""
+
+    def __init__(self, model: Model, dtype, mesh: Mesh | None = None):
         """Stack the weights once."""
-        self.stacked = stack(model.config, cast(model.merged().weights, dtype))
+        self.mesh = mesh
+        with on_host(mesh):
+            stacked = stack(model.config, cast(model.merged().weights, dtype))
+        self.stacked = place(mesh, stacked)
         self.head = jnp.asarray(dense(head(model.config, self.stacked), dtype))
-        self._hidden = jax.jit(partial(hidden_states, model.config))
-        self._project = jax.jit(partial(project, model.config))
+
+        def states(stacked, batch):
+            return hidden_states(
+                model.config, stacked, batch.tokens, positions=batch.positions, segments=batch.segments
+            )
+
+        whole = replicated(mesh)
+        self._hidden = jax.jit(on_mesh(mesh, states), out_shardings=whole)
+        self._project = jax.jit(partial(project, model.config), out_shardings=whole)
 
     def hidden(self, batch) -> jax.Array:
         """Hidden states that predict columns 1 .. T-1 [B * (T - 1), D]."""
-        states = self._hidden(self.stacked, batch.tokens, positions=batch.positions, segments=batch.segments)
+        states = self._hidden(self.stacked, place_rows(self.mesh, batch))
         return states[:, :-1].reshape(-1, states.shape[-1])
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ from compress.distill.loss import loss_of as distillation_loss
 from compress.distill.settings import Distill
 from compress.distill.strategies import make_matching
 from compress.distill.student import read_cut, student_architecture
-from compress.evaluate import BATCH, CHUNK
+from compress.evaluate import CHUNK, scoring_mesh, windows_at_once
 from compress.models.config import DecoderConfig
 from compress.models.decoder import (
     Stacked,
@@ -248,7 +248,7 @@ class Plan:
             disk=size(_packed(config, dict.fromkeys(linears(config), spec), jnp.bfloat16, settings.base))
             + size(adapters)
             + checkpoint_bytes(trainable),
-            flops=tokens * once * (steps * (2 + reference) + checks * 3),
+            flops=tokens * once * (steps * (2 + settings.remat + reference) + checks * 3),
         )
 
     def quantize(self, settings: Quantize) -> Need:
@@ -315,16 +315,20 @@ class Plan:
         floats += [architecture(settings.teacher)] if settings.teacher else [self.teacher] if self.teacher else []
         floats += [config, config] if self.teacher else []  # the student before distillation and after
         models += [(other, _floats(other, jnp.float32)) for other in floats]
-        placed = [(other, _stacked(other, _cast(weights, self.dtype))) for other, weights in models]
+        mesh, placed = scoring_mesh(self.common.mesh), []
+        for other, weights in models:
+            stacked = _stacked(other, _cast(weights, self.dtype))
+            placed.append((other, stacked if mesh is None else _placed(stacked, weight_shardings(mesh, stacked))))
         largest, stacked = max(placed, key=lambda model: model[0].num_hidden_layers * model[0].hidden_size ** 2)
-        tokens = shape_of((BATCH, window), jnp.int32)
-        inside = held(jax.jit(partial(hidden_states, largest)), stacked, tokens) - size(stacked)
-        hidden = sum(BATCH * window * other.hidden_size * self.dtype.itemsize for other, _ in models)
+        at_once = windows_at_once(mesh)
+        tokens = shape_of((at_once, window), jnp.int32, sharding=None if mesh is None else batch_sharding(mesh))
+        inside = held(jax.jit(on_mesh(mesh, partial(hidden_states, largest))), stacked, tokens) - share(stacked)
+        hidden = sum(at_once * window * other.hidden_size * self.dtype.itemsize for other, _ in models)
         logits = sum(CHUNK * other.vocab_size * 4 for other, _ in models)
         passes = [other for other, _ in models] + 3 * [config] * ({"align", "quantize"} <= set(self.stages))
         scored = settings.max_tokens or tokens_in(settings.data)
         return Need(
-            device=sum(size(weights) for _, weights in placed) + inside + hidden + logits,
+            device=sum(share(weights) for _, weights in placed) + inside + hidden + logits,
             host=sum(size(weights) for _, weights in models),
             disk=0,
             flops=scored * sum(forward_flops(other, window) for other in passes),
@@ -387,6 +391,14 @@ def held(function: Any, *arguments: Any) -> int:
 def size(tree: Any) -> int:
     """Bytes of a tree of shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def share(tree: Any) -> int:
+    """Bytes that a device holds of a tree of shapes, whole or spread."""
+    shards = [
+        (leaf, leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape) for leaf in jax.tree.leaves(tree)
+    ]
+    return sum(math.prod(shape) * leaf.dtype.itemsize for leaf, shape in shards)
 
 
 def forward_flops(config: DecoderConfig, length: int) -> float:

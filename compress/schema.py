@@ -22,7 +22,7 @@ class Recipe:
     distributed: bool = field(default=False, metadata={"help": "Train together with the same command on other hosts."})
     data: Data = field(default_factory=Data, metadata={"help": "How rows of all data files are read."})
     mesh: MeshShape = field(
-        default_factory=MeshShape, metadata={"help": "How training spreads over the devices."}
+        default_factory=MeshShape, metadata={"help": "How training and scoring spread over the devices."}
     )
     log: Log = field(default_factory=Log, metadata={"help": "Where figures of the training go."})
     cache_teacher: CacheTeacher | None = None

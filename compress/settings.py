@@ -27,7 +27,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """How many devices a training stage spreads over, along each axis of its mesh."""
+    """How many devices training and scoring spread over, along each axis of the mesh."""
 
     data: int | None = field(
         default=None, metadata={"help": "Devices that each see other rows; what is left if not given.", "min": 1}
@@ -60,7 +60,7 @@ class Common:
       force: whether `out` may be replaced.
       progress: where a stage tells how far it is.
       data: how rows are read.
-      mesh: how the devices are used in training.
+      mesh: how the devices are used in training and scoring.
       process: which this is of the processes that train together; the first, 0, writes and prints.
     """
 

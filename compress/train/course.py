@@ -16,8 +16,8 @@ from compress.progress import Progress
 from compress.record import VERSION, contents_of
 from compress.settings import Common, MeshShape
 from compress.train.checkpoints import Checkpoints
-from compress.train.mesh import make_mesh, on_mesh, place_rows
-from compress.train.step import FitSettings, LossFn, mean_of, rows_across, split_rows
+from compress.train.mesh import make_mesh, on_mesh, place_rows, rows_across
+from compress.train.step import FitSettings, LossFn, mean_of, split_rows
 from compress.train.trace import Trace, tell
 
 VALIDATION_BATCHES = 16

@@ -68,6 +68,11 @@ def batch_sharding(mesh: Mesh, rows_axis: int = 0) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(None,) * rows_axis, ROW_AXES))
 
 
+def rows_across(mesh: Mesh | None) -> int:
+    """Number of devices that a batch's rows are split over."""
+    return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def on_mesh(mesh: Mesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function to be jitted, whose models keep each row on a device of its own (`compress.models.spread`)."""
 
@@ -82,6 +87,11 @@ def on_mesh(mesh: Mesh | None, function: Callable[..., Any]) -> Callable[..., An
 def replicated(mesh: Mesh | None) -> NamedSharding | None:
     """Whole on every device; what a jitted function returns so can be read in every process."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def on_host(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """Where what is to be spread is made: in the host's memory, since no device may have room for all of it."""
+    return contextlib.nullcontext() if mesh is None else jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 def place(mesh: Mesh | None, tree: Any) -> Any:

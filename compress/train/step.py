@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from compress.errors import RecipeError
-from compress.train.mesh import batch_sharding, on_mesh
+from compress.train.mesh import batch_sharding, on_mesh, rows_across
 
 # (trainable, frozen, batch, keys [rows]) -> (sum, count, {name: (sum, count)})
 LossFn = Callable[
@@ -86,11 +86,6 @@ def split_rows(settings: FitSettings, devices: int) -> int:
             f"global_batch = {settings.global_batch} is not a multiple of per_device_batch x devices = {at_a_time}"
         )
     return settings.global_batch // at_a_time
-
-
-def rows_across(mesh: Mesh | None) -> int:
-    """Number of devices that a batch's rows are split over."""
-    return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def halved(settings: FitSettings, mesh: Mesh | None) -> FitSettings | None:
