@@ -29,6 +29,7 @@ from compress.data.pack import batch_of, pair_batch_of
 from compress.data.rows import Rows
 from compress.data.split import ONE_IN
 from compress.distill.cache import IDENTITY, Cached, id_type, widths
+from compress.distill.form import spec_of, split
 from compress.distill.loss import loss_of as distillation_loss
 from compress.distill.settings import Distill
 from compress.distill.strategies import make_matching
@@ -194,17 +195,25 @@ class Plan:
     def distill(self, settings: Distill) -> Need:
         """The teacher in float32 on the host, two copies of the best student, and the step beside the first weights.
 
-        With a cache of the teacher, its weights are there at most before the training, to be cut.
+        With a cache of the teacher, its weights are there at most before the training, to be cut. Where adapters train,
+        the packed student is on the host and on the device.
 
         Operations: of a token the teacher's forward pass and three times the student's (forward, and the gradients
-        of inputs and of weights).
+        of inputs and of weights), or twice under adapters.
         """
         assert self.teacher is not None
         length, student = settings.sequence_length, self.first
         loss = distillation_loss(settings, student, self.teacher, self.dtype)
         trainable, whole = _stacked(student, _floats(student, jnp.float32)), size(_floats(self.teacher, jnp.float32))
         batch, cached = _batch(settings.global_batch, length), settings.teacher_cache
-        frozen = None if cached else _stacked(self.teacher, _floats(self.teacher, self.dtype))
+        frozen: Any = None if cached else _stacked(self.teacher, _floats(self.teacher, self.dtype))
+        specs, base, written = dict.fromkeys(linears(student), spec_of(settings)), None, _floats(student, jnp.bfloat16)
+        if settings.is_rounded:
+            written = _packed(student, specs, jnp.bfloat16)
+        if settings.rank is not None:
+            adapters = jax.eval_shape(lambda: init_adapters(student, jax.random.key(0), settings.rank))
+            trainable, base = split(_stacked(student, _packed(student, specs, self.dtype) | adapters), settings)
+            frozen, written = (base, frozen), written | adapters
         if matching := make_matching(settings, student, self.teacher):
             projections = jax.eval_shape(matching.projections, jax.random.key(0))
             trainable = dataclasses.replace(trainable, rest=trainable.rest | projections)
@@ -214,10 +223,10 @@ class Plan:
         tokens = settings.global_batch * length
         return Need(
             device=held + size(trainable),
-            host=(0 if cached else whole) + 2 * size(trainable) + buffer_bytes(settings.data),
+            host=(0 if cached else whole) + size(base) + 2 * size(trainable) + buffer_bytes(settings.data),
             loading=whole if cached and read_cut(settings.student, self.teacher) else 0,
-            disk=size(_floats(student, jnp.bfloat16)) + checkpoint_bytes(trainable),
-            flops=tokens * (steps * (theirs + 3 * ours) + checks * (theirs + ours)),
+            disk=size(written) + checkpoint_bytes(trainable),
+            flops=tokens * (steps * (theirs + (2 if base else 3) * ours) + checks * (theirs + ours)),
         )
 
     def align(self, settings: Align) -> Need:

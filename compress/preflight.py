@@ -33,6 +33,8 @@ def preflight(stages: dict[str, Any], data: Data, policy: Path | None) -> None:
     config = _first_model(stages)
     if config is None:
         return
+    if "distill" in stages and stages["distill"].is_rounded:
+        require_fit(config, stages["distill"].group_size)
     if "distill" in stages and "align" in stages:
         require_fit(config, stages["align"].group_size)
     if "quantize" in stages:

@@ -16,8 +16,8 @@ FLOORS = [
     {"pipeline", "plan", "preflight", "release"},
     {"schema", "options", "gate", "artifact", "evaluate"},
     {"align"},
-    {"quantize"},
     {"distill"},
+    {"quantize"},
     {"train", "generate"},
     {"models", "data", "device"},
     {"tokenizer", "chat_template", "sentencepiece_model", "settings", "locate", "display", "record"}

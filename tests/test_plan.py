@@ -139,6 +139,16 @@ def test_the_operations_of_a_forward_pass_are_those_that_xla_counts():
     assert plan.forward_flops(config, 32) * 32 == pytest.approx(counted, rel=0.1)
 
 
+def test_rounding_shrinks_what_is_written_and_adapters_what_is_held(world, capsys):
+    flags = "--set distill.group_size=32 --set distill.landing=fake_quantize"
+    plain, rounded, adapted = (
+        run_plan(world, capsys, *more.split())[1]["stages"]["distill"]
+        for more in ("", flags, f"{flags} --set distill.rank=2")
+    )
+    assert plain["disk_gb"] > rounded["disk_gb"] > adapted["disk_gb"] > 0
+    assert adapted["memory_gb"] > 0
+
+
 @pytest.mark.parametrize("student", ["half", "layers:3", "layers:0,2,3"])
 def test_the_student_has_the_depth_of_its_cut(world, student):
     teacher = load(world / "teacher")

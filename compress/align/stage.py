@@ -20,11 +20,10 @@ from compress.data.batches import Batches, PairBatches
 from compress.data.rows import Rows, keep_quarantine
 from compress.data.split import training_and_held_out
 from compress.errors import RecipeError
-from compress.models.decoder import Stacked, linears, partition, stack, unstack
+from compress.models.decoder import Stacked, partition, stack, unstack
 from compress.models.folder import Model, cast, load, save, to_host
 from compress.models.lora import init_adapters, is_adapter, magnitudes, with_adapters, with_landing
-from compress.quantize.preflight import require_fit
-from compress.quantize.quantizers import QUANTIZERS
+from compress.quantize.base import is_packed, packed_base
 from compress.quantize.rtn import fake_quantize
 from compress.record import TRACE
 from compress.settings import Common
@@ -46,7 +45,7 @@ from compress.train.processes import shared_folder
 from compress.train.step import mean_of
 from compress.train.trace import Trace
 from export.peft import SCALINGS, Adapters
-from export.quantized import PackedTensor, QuantSpec
+from export.quantized import QuantSpec
 
 PAIRS = "preference.json"
 CONVERGED = 0.5  # held-out DPO loss; log 2 is where it begins
@@ -90,18 +89,11 @@ def quantized_base(model: Model, settings: Align) -> Model:
 
     Raises:
       RecipeError: groups that do not divide a layer's inputs, or NF4 where adapters are to land on integers.
+      ArtifactError: a weight is NaN or infinite.
     """
-    # Merged adapters have made floats of the linears, whatever the embedding is.
-    is_packed = any(isinstance(model.weights[name], PackedTensor) for name in linears(model.config))
-    if settings.landing != "none" and (model.is_nf4 or (settings.base == "nf4" and not is_packed)):
+    if settings.landing != "none" and (model.is_nf4 or (settings.base == "nf4" and not is_packed(model))):
         raise RecipeError(f'landing = "{settings.landing}" rounds to integers; leave it out with a base in NF4')
-    if is_packed:
-        return model
-    spec = QuantSpec(bits=settings.bits, group_size=settings.group_size)
-    require_fit(model.config, spec.group_size)
-    quantize = QUANTIZERS[settings.base].quantize
-    packed = {name: jax.tree.map(np.asarray, quantize(model.weights[name], spec)) for name in linears(model.config)}
-    return dataclasses.replace(model, weights=model.weights | packed)
+    return packed_base(model, QuantSpec(bits=settings.bits, group_size=settings.group_size), settings.base)
 
 
 class Trainer:

@@ -16,6 +16,7 @@ from compress.data.batch import Batch
 from compress.distill.buckets import log_buckets
 from compress.distill.cache import Cached
 from compress.distill.divergences import DIVERGENCES
+from compress.distill.form import loss_of_parts
 from compress.distill.settings import Distill
 from compress.distill.strategies import PROJECTION, Matching, make_matching
 from compress.distill.temperature import Tempered
@@ -23,7 +24,7 @@ from compress.models.attention import MASKED
 from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, head, hidden_states, project, tapped_states
 from compress.models.linear import dense
-from compress.train.head import HeadLoss, cross_entropy, head_sum
+from compress.train.head import HeadLoss, cross_entropy, head_sum, head_tokens
 from compress.train.step import LossFn
 
 
@@ -89,12 +90,14 @@ def loss_of(settings: Distill, student: DecoderConfig, teacher: DecoderConfig, d
         "temperature": settings.temperature,
         "alpha": settings.alpha,
         "chunk": settings.chunk,
-        "dtype": dtype,
+        "dtype": dtype if settings.rank is None else None,
         "remat": settings.remat,
     }
     if settings.teacher_cache is not None:
-        return cached_loss(student, teacher.vocab_size, **options)
-    return distillation_loss(student, teacher, matching=make_matching(settings, student, teacher), **options)
+        loss = cached_loss(student, teacher.vocab_size, **options)
+    else:
+        loss = distillation_loss(student, teacher, matching=make_matching(settings, student, teacher), **options)
+    return loss_of_parts(loss, settings)
 
 
 def distillation_loss(
@@ -113,7 +116,8 @@ def distillation_loss(
     """A loss for `fit`: trainable is the student's `Stacked`, frozen the teacher's.
 
     A `Tempered` batch is taken at its own temperature, any other at `temperature`. With `matching`, its distances are
-    added by their weights, and the student's `rest` holds its projections.
+    added by their weights, and the student's `rest` holds its projections. Without a `dtype` the student's weights are
+    taken as they are, and its head is frozen: so a packed base with adapters is.
     Sums run over the tokens that the batch's mask makes targets; each is predicted from the token before it.
     """
 
@@ -121,6 +125,7 @@ def distillation_loss(
         hidden, target, tau = inputs
         return project(teacher, hidden, frozen), target, _above_zero(tau)
 
+    sum_at_head = frozen_head_sum if dtype is None else head_sum
     taps = (None, None) if matching is None else matching.taps()
     parts = HeadLoss(
         project=partial(project, student),
@@ -131,16 +136,16 @@ def distillation_loss(
 
     def loss(trainable: Stacked, frozen: Stacked, batch: Batch | Tempered, keys):
         batch, tau = _tempered(batch, temperature)
-        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), trainable)
+        cast = _cast(trainable, dtype)
         view: dict[str, Any] = {"positions": batch.positions, "segments": batch.segments}
         ours, shown = tapped_states(student, cast, batch.tokens, taps[0], **view, remat=remat)
         theirs, copied = jax.lax.stop_gradient(tapped_states(teacher, frozen, batch.tokens, taps[1], **view))
         teacher_head = jax.lax.stop_gradient(dense(head(teacher, frozen), theirs.dtype))
         mask = batch.mask[:, 1:]
-        total, metrics = head_sum(
+        total, metrics = sum_at_head(
             parts,
             ours[:, :-1],
-            head(student, cast),
+            dense(head(student, cast), ours.dtype),
             teacher_head,
             (theirs[:, :-1], batch.tokens[:, 1:], tau),
             mask,
@@ -180,20 +185,32 @@ def cached_loss(
         log_probs, *ids = said
         return log_probs.astype(jnp.float32), *(i.astype(jnp.int32) for i in ids), target, _above_zero(tau)
 
+    sum_at_head = frozen_head_sum if dtype is None else head_sum
+
     def loss(trainable: Stacked, frozen: None, cached: Cached, keys):
         batch, tau = _tempered(cached.batch, temperature)
-        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), trainable)
+        cast = _cast(trainable, dtype)
         view: dict[str, Any] = {"positions": batch.positions, "segments": batch.segments}
         ours = hidden_states(student, cast, batch.tokens, **view, remat=remat)
         said = [array[:, 1:] for array in (cached.log_probs, cached.ids) if array is not None]
         mask = batch.mask[:, 1:]
         parts = HeadLoss(partial(project, student), whole if cached.ids is None else top, context, chunk)
         inputs = (*said, batch.tokens[:, 1:], tau)
-        total, metrics = head_sum(parts, ours[:, :-1], head(student, cast), None, inputs, mask)
+        weight = dense(head(student, cast), ours.dtype)
+        total, metrics = sum_at_head(parts, ours[:, :-1], weight, None, inputs, mask)
         count = mask.sum()
         return total, count, {name: (value, count) for name, value in metrics.items()}
 
     return loss
+
+
+def _cast(student: Stacked, dtype: Any) -> Stacked:
+    return student if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), student)
+
+
+def frozen_head_sum(*arguments: Any) -> tuple[Array, dict[str, Array]]:
+    """`head_sum` that makes no gradient of the head."""
+    return jax.tree.map(jnp.sum, head_tokens(*arguments))
 
 
 def _tempered(batch: Batch | Tempered, temperature: float) -> tuple[Batch, Float[Array, "B N"]]:

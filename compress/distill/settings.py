@@ -75,6 +75,33 @@ class Distill:
         default="",
         metadata={"help": "Layers to match, student:teacher, as in 0:1,1:3; if not given, as the student was cut."},
     )
+    landing: Literal["none", "fake_quantize"] = field(
+        default="none",
+        metadata={"help": "Train the linears as they are, or as rtn will round them; then they are written rounded."},
+    )
+    bits: Literal[4, 8] | None = field(
+        default=None, metadata={"help": "Bits of a linear's weight where it is rounded; 4 if not given."}
+    )
+    group_size: Literal[32, 64, 128, 256] = field(
+        default=64, metadata={"help": "Inputs that share a scale where weights are rounded."}
+    )
+    symmetric: bool = field(
+        default=True,
+        metadata={"help": "Levels around zero, or with a zero point a group, where weights are rounded."}
+        | {"off": "asymmetric"},
+    )
+    rank: int | None = field(
+        default=None,
+        metadata={
+            "help": "Train adapters of this rank, on the rounded student, instead of its weights; a quantized student "
+            "is a base as it is.",
+            "min": 1,
+        },
+    )
+    lora_alpha: float = field(default=32.0, metadata={"help": "How much adapters count; see scaling.", "above": 0})
+    scaling: Literal["lora", "rslora"] = field(
+        default="lora", metadata={"help": "Adapters count lora_alpha / rank, or lora_alpha / sqrt(rank)."}
+    )
     sequence_length: int = field(default=512, metadata={"help": "Tokens in a packed row.", "min": 2, "max": 2**20})
     global_batch: int = field(default=8, metadata={"help": "Rows in an optimizer step.", "min": 1})
     per_device_batch: int | None = field(
@@ -124,6 +151,15 @@ class Distill:
             raise RecipeError(f"layer_map = {self.layer_map!r}: give pairs of layers student:teacher, as in 0:1,1:3")
         if self.teacher_cache is not None and (self.hidden or self.attention):
             raise RecipeError("teacher_cache holds logits alone; leave it out, or hidden and attention")
+        if self.bits is not None and not self.is_rounded:
+            raise RecipeError(
+                f'bits = {self.bits}: nothing is rounded; set landing = "fake_quantize", or a rank for adapters'
+            )
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the student's linears are, as it trains or before."""
+        return self.landing != "none" or self.rank is not None
 
 
 @dataclasses.dataclass(frozen=True)

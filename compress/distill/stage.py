@@ -11,14 +11,16 @@ from compress.data.batches import Batches
 from compress.data.rows import Rows, keep_quarantine
 from compress.data.split import training_and_held_out
 from compress.distill.cache import CachedBatches, TeacherCache, identity
+from compress.distill.form import joined, parts_of
 from compress.distill.loss import loss_of
 from compress.distill.settings import Distill
 from compress.distill.strategies import PROJECTION, make_matching
 from compress.distill.student import initial_student, read_cut, student_architecture
 from compress.distill.temperature import TemperedBatches, temperatures
 from compress.errors import RecipeError
-from compress.models.decoder import partition, stack, unstack
-from compress.models.folder import Model, load, parameter_count, save, to_host, without_weights
+from compress.models.decoder import partition, stack
+from compress.models.folder import Model, load, parameter_count, save, without_weights
+from compress.quantize.preflight import require_fit
 from compress.record import TRACE
 from compress.settings import Common
 from compress.tokenizer import same_tokenizer
@@ -51,7 +53,9 @@ def run(settings: Distill, common: Common) -> dict[str, Any]:
     assert common.out is not None
     with shared_folder(common.out, common.force) as folder:
         outline = without_weights(settings.teacher)
-        student_architecture(settings.student, outline.config)  # what it refuses, it refuses early
+        config = student_architecture(settings.student, outline.config)  # what it refuses, it refuses early
+        if settings.is_rounded:
+            require_fit(config, settings.group_size)
         options = {"columns": common.data.columns, "bad_rows": common.data.bad_rows}
         rows, valid = training_and_held_out(settings.data, settings.valid, **options)
         cache = open_cache(settings, common, outline, rows, valid)
@@ -135,7 +139,9 @@ def distill(
         stream, checks, frozen = CachedBatches(stream, cache), [cache.attach(batch) for batch in checks], None
     else:
         frozen = place(mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), stack(teacher.config, teacher.weights)))
-    trainable = stack(student.config, student.dequantized().weights)
+    student, trainable, base = parts_of(student, settings, common)
+    if base is not None:
+        frozen = place(mesh, base), frozen
     if matching is not None:
         projections = matching.projections(jax.random.key(common.seed))
         trainable = dataclasses.replace(trainable, rest=trainable.rest | projections)
@@ -153,11 +159,10 @@ def distill(
         checkpoints=checkpoints,
     )
     trained, _ = partition(trained, lambda name: name != PROJECTION)
-    weights = to_host(unstack(student.config, trained))
     facts = {
         "tokens": int(sum(row["count"] for row in trace.steps)),
         "packing": round(batches.efficiency, 4),
         "rows": rows.quarantine.counts(),
         "data_sha256": rows.sha256,
     }
-    return dataclasses.replace(student, weights=weights), trace, facts
+    return joined(student, trained, settings), trace, facts
