@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from compress import gate
@@ -22,12 +23,15 @@ from compress.align import stage as align
 from compress.artifact import check_of, read_json, write_artifact
 from compress.data.rows import QUARANTINE, Rows, keep_quarantine
 from compress.display import to_json
+from compress.distill import cache_stage
 from compress.distill import stage as distill
+from compress.distill.settings import CacheTeacher
 from compress.distill.student import initial_student
 from compress.errors import RecipeError
 from compress.evaluate import measure, open_windows, retention, summary
 from compress.generate.sampling import GREEDY
 from compress.generate.stage import continue_texts
+from compress.keys import keys
 from compress.locate import located
 from compress.models.folder import Model, load
 from compress.preflight import preflight
@@ -52,6 +56,9 @@ EVENTS = "events.jsonl"
 WRITTEN = ("recipe.toml", "report.json", "report.html", "report.md", "artifact", QUARANTINE)
 # The stages that all processes work on; the others are the first one's.
 TRAINING: dict[str, Callable[..., dict[str, Any]]] = {"distill": distill.run, "align": align.run}
+STAGES = ("cache_teacher", "distill", "align", "quantize", "export", "eval")
+# What [cache_teacher] has of [distill].
+SHARED = ("teacher", "data", "valid", "sequence_length", "temperature")
 PROMPTS = 3
 PROMPT_WORDS = 12
 
@@ -92,24 +99,49 @@ class Run:
         self.recipe, self.folder = recipe, common.out
         self.common = dataclasses.replace(common, progress=progress)
         self.began = time.monotonic()
-        self.stages = [name for name in ("distill", "align", "quantize", "export", "eval") if getattr(recipe, name)]
+        self.stages = [name for name in STAGES if getattr(recipe, name)]
         if not self.stages:
             raise RecipeError("the recipe has no stage; give it a table such as [distill], [quantize] or [eval]")
         self.settings: dict[str, Any] = {}
         before: str | None = None
         for name in self.stages:
-            settings = located(getattr(recipe, name))
+            settings = located(self.own_settings(name))
             if hasattr(settings, "model") and settings.model is None:
                 if before is None:
                     raise RecipeError(f"[{name}] needs a model, since no stage before it makes one")
                 settings = dataclasses.replace(settings, model=str(self.folder / before))
             self.settings[name] = settings
-            before = name if name != "eval" else before
+            before = name if name not in ("cache_teacher", "eval") else before
         if "export" in self.stages and "eval" in self.stages:
             # The gate's metrics are those of the exported files.
             first = self.settings["export"].format[0]
             self.settings["eval"] = dataclasses.replace(self.settings["eval"], model=str(self.export_folder(first)))
         preflight(self.settings, recipe.data, self.policy_file)
+
+    def own_settings(self, name: str) -> Any:
+        """A stage's table; [cache_teacher] reads what [distill] reads, which learns from what it writes.
+
+        Raises:
+          RecipeError: the two tables do not go together, or there are several processes.
+        """
+        cache, distillation = self.recipe.cache_teacher, self.recipe.distill
+        if cache is None or name not in ("cache_teacher", "distill"):
+            return getattr(self.recipe, name)
+        if distillation is None or distillation.teacher_cache is not None:
+            why = "there is no [distill]" if distillation is None else "teacher_cache in [distill] names one"
+            raise RecipeError(f"[cache_teacher] makes a cache for [distill], and {why}; leave it out")
+        if jax.process_count() > 1:
+            raise RecipeError(
+                "[cache_teacher] works in one process; make the cache with compress cache-teacher, and name it as "
+                "teacher_cache in [distill]"
+            )
+        if name == "distill":
+            return dataclasses.replace(distillation, teacher_cache=self.folder / "cache_teacher")
+        shared = {key: value for key in SHARED if (value := getattr(distillation, key)) is not None}
+        for key, value in shared.items():
+            if getattr(cache, key) not in (value, keys(CacheTeacher)[key].default):
+                raise RecipeError(f"[cache_teacher] {key}: in a run it is that of [distill], {value}; leave it out")
+        return dataclasses.replace(cache, **shared)
 
     @property
     def policy_file(self) -> Path | None:
@@ -148,6 +180,7 @@ class Run:
         began = time.monotonic()
         common = dataclasses.replace(self.common, out=folder, force=True)
         steps: dict[str, Callable[..., dict[str, Any]]] = {
+            "cache_teacher": cache_stage.run,
             **TRAINING,
             "quantize": quantize.run,
             "export": self.export,
@@ -187,7 +220,9 @@ class Run:
     def key(self, name: str) -> str:
         """Hash of all that decides what a stage writes."""
         settings = self.settings[name]
-        inputs: dict[str, Any] = {"seed": self.common.seed, "dtype": self.common.dtype}
+        inputs: dict[str, Any] = {"dtype": self.common.dtype}
+        if name != "cache_teacher":  # what a teacher says is not drawn
+            inputs["seed"] = self.common.seed
         inputs["data"] = to_dict(self.recipe.data)
         if name == "eval":
             # The report tells of every stage, so it is as old as the oldest of them.

@@ -28,10 +28,11 @@ from compress.data.batches import BUFFER
 from compress.data.pack import batch_of, pair_batch_of
 from compress.data.rows import Rows
 from compress.data.split import ONE_IN
-from compress.distill.cache import IDENTITY, Cached, id_type, widths
+from compress.distill.cache import IDENTITY, Cached, bytes_per_target, id_type, widths
+from compress.distill.cache_stage import SHARD_BYTES, saying
 from compress.distill.form import spec_of, split
 from compress.distill.loss import loss_of as distillation_loss
-from compress.distill.settings import Distill
+from compress.distill.settings import CacheTeacher, Distill
 from compress.distill.strategies import make_matching
 from compress.distill.student import read_cut, student_architecture
 from compress.evaluate import CHUNK, scoring_mesh, windows_at_once
@@ -177,7 +178,7 @@ class Plan:
         """What to change where a stage does not fit: the most rows at once that do, if any do."""
         settings = self.settings[name]
         if not isinstance(settings, Distill | Align):
-            key = {"quantize": "calibration_tokens", "eval": "window"}.get(name)
+            key = {"cache_teacher": "per_device_batch", "quantize": "calibration_tokens", "eval": "window"}.get(name)
             return f"lower {key}, or take a smaller model" if key else "take a smaller model"
         share = settings.global_batch // rows_across(self.mesh)
         now = settings.per_device_batch or share
@@ -191,6 +192,27 @@ class Plan:
         """The architecture of the model that a stage reads; it may not exist yet."""
         made_here = Path(settings.model).is_relative_to(self.folder)
         return self.first if made_here else architecture(settings.model)
+
+    def cache_teacher(self, settings: CacheTeacher) -> Need:
+        """The teacher in float32 on the host, and a shard twice, as it is put together; the teacher's program.
+
+        Operations: of a token the teacher's forward pass.
+        """
+        assert self.teacher is not None
+        teacher, length = self.teacher, settings.sequence_length
+        stacked = _stacked(teacher, _floats(teacher, self.dtype))
+        batch = _batch(settings.per_device_batch * jax.device_count(), length)
+        tokens = tokens_in(settings.data) + tokens_in(settings.valid)
+        written = tokens * bytes_per_target(settings.top_k, teacher.vocab_size)
+        if mesh := self.mesh:
+            stacked = _placed(stacked, weight_shardings(mesh, stacked))
+            batch = _placed(batch, jax.tree.map(lambda _: batch_sharding(mesh), batch))
+        return Need(
+            device=held(saying(teacher, settings), stacked, batch),
+            host=size(_floats(teacher, jnp.float32)) + 2 * min(written, SHARD_BYTES),
+            disk=written,
+            flops=tokens * forward_flops(teacher, length),
+        )
 
     def distill(self, settings: Distill) -> Need:
         """The teacher in float32 on the host, two copies of the best student, and the step beside the first weights.
@@ -217,7 +239,7 @@ class Plan:
         if matching := make_matching(settings, student, self.teacher):
             projections = jax.eval_shape(matching.projections, jax.random.key(0))
             trainable = dataclasses.replace(trainable, rest=trainable.rest | projections)
-        held = self.training(loss, trainable, frozen, _cached(batch, cached) if cached else batch, settings)
+        held = self.training(loss, trainable, frozen, self.cached(batch, cached) if cached else batch, settings)
         ours, theirs = forward_flops(student, length), 0.0 if cached else forward_flops(self.teacher, length)
         steps, checks = self.course(settings)
         tokens = settings.global_batch * length
@@ -228,6 +250,21 @@ class Plan:
             disk=size(written) + checkpoint_bytes(trainable),
             flops=tokens * (steps * (theirs + (2 if base else 3) * ours) + checks * (theirs + ours)),
         )
+
+    def cached(self, batch: Any, folder: Path) -> Cached:
+        """A batch with what the cache in `folder` says of it; the run may have yet to make it."""
+        if "cache_teacher" in self.stages:
+            assert self.teacher is not None
+            found = {"top_k": self.settings["cache_teacher"].top_k, "vocabulary": self.teacher.vocab_size}
+        else:
+            found = read_object(folder, IDENTITY)
+        top_k, width = widths(folder, found)
+
+        def said(columns: int, dtype: Any) -> Any:
+            return shape_of((*batch.tokens.shape, columns), dtype)
+
+        ids = said(top_k, id_type(found["vocabulary"])) if top_k else None
+        return Cached(batch, said(width, jnp.float16), ids)
 
     def align(self, settings: Align) -> Need:
         """The packed base on the host, and the step; before that the float32 model while it is packed.
@@ -519,18 +556,6 @@ def _shapes(tree: Any) -> Any:
 
 def _batch(rows: int, length: int) -> Any:
     return _shapes(batch_of([], rows, length))
-
-
-def _cached(batch: Any, folder: Path) -> Cached:
-    """A batch with what the cache in `folder` says of it."""
-    found = read_object(folder, IDENTITY)
-    top_k, width = widths(folder, found)
-
-    def said(columns: int, dtype: Any) -> Any:
-        return shape_of((*batch.tokens.shape, columns), dtype)
-
-    ids = said(top_k, id_type(found["vocabulary"])) if top_k else None
-    return Cached(batch, said(width, jnp.float16), ids)
 
 
 def _rounded(row: dict[str, float]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import Any
 from compress import gate
 from compress.artifact import require_form
 from compress.data.rows import Rows
+from compress.distill.cache import check_top_k
 from compress.distill.student import student_architecture
 from compress.models.config import DecoderConfig
 from compress.models.folder import architecture
@@ -30,6 +31,8 @@ def preflight(stages: dict[str, Any], data: Data, policy: Path | None) -> None:
         for key in ("data", "valid", "calibration"):
             if getattr(settings, key, ()):
                 Rows(getattr(settings, key), columns=data.columns, bad_rows=data.bad_rows)
+    if "cache_teacher" in stages:
+        check_top_k(stages["cache_teacher"].top_k, architecture(stages["cache_teacher"].teacher).vocab_size)
     config = _first_model(stages)
     if config is None:
         return

@@ -191,7 +191,7 @@ def shared(tmp_path_factory):
         patch.setattr(cache_stage, "mesh_of_devices", lambda shape: None)
         patch.setattr(stage, "mesh_of_devices", lambda shape: None)
         assert cli.main(f"cache-teacher {FLAGS} --top-k 0 --out full".split()) == 0
-        assert cli.main(f"cache-teacher {FLAGS} --top-k 16 --out top".split()) == 0
+        assert cli.main(f"cache-teacher {FLAGS} --top-k 16 --temperature 2 --out top".split()) == 0
         assert cli.main(f"distill {TRAIN} --out online".split()) == 0
     return folder
 
@@ -258,7 +258,8 @@ def test_a_cache_holds_every_example_once_and_what_the_teacher_says_of_it(world)
 
 
 def test_what_is_cached_does_not_depend_on_how_it_was_batched_nor_on_the_seed(world):
-    assert cli.main(f"cache-teacher {FLAGS} --top-k 16 --per-device-batch 3 --seed 9 --out other".split()) == 0
+    options = "--top-k 16 --temperature 2 --per-device-batch 3 --seed 9"
+    assert cli.main(f"cache-teacher {FLAGS} {options} --out other".split()) == 0
     one, two = ({**read_file(world / name, "00000.safetensors")} for name in ("top", "other"))
     np.testing.assert_array_equal(one["keys"], two["keys"])
     np.testing.assert_allclose(np.float32(one["log_probs"]), np.float32(two["log_probs"]), rtol=2e-3, atol=2e-3)
@@ -455,6 +456,11 @@ def no_sizes(tensors, folder):
     (folder / "identity.json").write_text('{"top_k": "many"}')
 
 
+def hot(tensors, folder):
+    found = json.loads((folder / "identity.json").read_text())
+    (folder / "identity.json").write_text(json.dumps(found | {"temperature": "hot"}))
+
+
 def unlisted(folder):
     (folder / "manifest.json").unlink()
 
@@ -475,6 +481,7 @@ def missing(folder):
         (resealed(negative), "do not fit each other"),
         (resealed(wrong_type), "not a shard of a cache with top_k = 16"),
         (resealed(no_sizes), "top_k and vocabulary must be sizes"),
+        (resealed(hot), "temperature must be a number above 0"),
         (resealed(nan), "NaN or Inf"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -524,14 +531,26 @@ def test_a_full_disk_leaves_the_shards_so_far(world, monkeypatch, capsys):
 def test_the_settings_of_a_cache_and_of_its_training_agree_by_default():
     from compress.distill.settings import CacheTeacher, Distill
 
-    shared = {field.name for field in dataclasses.fields(CacheTeacher)} & {
-        field.name for field in dataclasses.fields(Distill)
-    }
-    assert {"teacher", "data", "valid", "temperature", "sequence_length"} <= shared
     given = {"teacher": "t", "data": (Path("d"),)}
     one, two = CacheTeacher(**given), Distill(**given)
-    for name in shared - {"per_device_batch"}:
+    for name in ("teacher", "data", "valid", "sequence_length"):
         assert getattr(one, name) == getattr(two, name)
+    assert (two.temperature, two.tau) == (None, 2.0)
+
+
+def test_training_from_a_cache_is_at_its_temperature_where_no_other_is_given(world):
+    assert cli.main(f"distill {TRAIN} --teacher-cache top --out by-itself".split()) == 0
+    assert cli.main(f"distill {TRAIN} --teacher-cache top --temperature 2 --out told".split()) == 0
+    assert trace_of(world / "by-itself") == trace_of(world / "told")
+    assert cli.main(f"cache-teacher {FLAGS} --top-k 16 --out cool".split()) == 0
+    assert cli.main(f"distill {TRAIN} --teacher-cache cool --out at-one".split()) == 0
+    assert trace_of(world / "at-one")[0] != trace_of(world / "told")[0]
+
+
+@pytest.mark.parametrize("flag", ["--teacher teacher", "--data train.jsonl"])
+def test_the_command_by_itself_is_given_teacher_and_data(world, capsys, flag):
+    assert cli.main(f"cache-teacher {FLAGS.replace(flag, '')} --out out".split()) == 2
+    assert f"{flag.split()[0]} is missing" in capsys.readouterr().err
 
 
 def test_a_cache_may_not_be_combined_with_layers_to_copy():

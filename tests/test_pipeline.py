@@ -10,7 +10,9 @@ import pytest
 
 from compress import cli
 from compress.align import stage as align
+from compress.distill import cache_stage
 from compress.distill import stage as distill
+from compress.distill.cache import TeacherCache
 from compress.progress import Progress
 from compress.quantize import stage as quantize
 from export.manifest import describe
@@ -417,6 +419,61 @@ def test_only_what_takes_longer_than_two_seconds_says_how_much_is_left(monkeypat
     clock[0] += 0.1
     slow("eval", 2, 4)
     assert "left" not in capsys.readouterr().err
+
+
+CACHED = (
+    RECIPE[: RECIPE.index("[align]")].replace("steps = 16", "steps = 4").replace("valid_every = 8", "valid_every = 4")
+)
+
+
+def test_a_run_makes_the_teacher_s_cache_once_and_distills_from_it(world, monkeypatch, capsys):
+    (world / "cached.toml").write_text(f"{CACHED}\n[cache_teacher]\ntop_k = 16\n")
+    shutil.rmtree(world / "run")
+    write_shard, killed = cache_stage.write_file, []
+
+    def stop_once(tensors, path):
+        if not killed:
+            killed.append(path)
+            raise KeyboardInterrupt
+        write_shard(tensors, path)
+
+    monkeypatch.setattr(cache_stage, "write_file", stop_once)
+    assert run(recipe="cached.toml") == 130
+    assert (world / "run/cache_teacher.partial").is_dir()
+    assert run(recipe="cached.toml") == 0
+    assert not (world / "run/cache_teacher.partial").exists()
+    cache = TeacherCache(world / "run/cache_teacher")
+    assert (cache.top_k, cache.temperature, cache.identity["sequence_length"]) == (16, 1.0, 32)
+    before = contents(world / "run/cache_teacher")
+    assert run("--set", "distill.steps=5", "--set", "seed=3", recipe="cached.toml") == 0
+    assert contents(world / "run/cache_teacher") == before
+    assert len(json.loads((world / "run/distill/training.json").read_text())["steps"]) == 5
+    assert run("--set", "distill.temperature=2", recipe="cached.toml") == 0
+    assert TeacherCache(world / "run/cache_teacher").temperature == 2.0
+    capsys.readouterr()
+    assert cli.main(["plan", "cached.toml", "--json", "--device", "cpu"]) == 0
+    planned = json.loads(capsys.readouterr().out)["stages"]
+    assert list(planned) == ["cache_teacher", "distill"]
+    assert planned["cache_teacher"]["disk_gb"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (CACHED + "[cache_teacher]\nsequence_length = 64", "sequence_length: in a run it is that of [distill], 32"),
+        ("[cache_teacher]\n", "[cache_teacher] makes a cache for [distill], and there is no [distill]; leave it out"),
+        (CACHED + 'teacher_cache = "old"\n[cache_teacher]', "teacher_cache in [distill] names one; leave it out"),
+        (CACHED + "[cache_teacher]\ntop_k = 500", "top_k = 500: the teacher has 320 tokens"),
+        (CACHED + "hidden = 1.0\n[cache_teacher]", "teacher_cache holds logits alone"),
+    ],
+)
+def test_tables_that_do_not_go_together_are_refused(finished, tmp_path, capsys, text, said):
+    (tmp_path / "recipe.toml").write_text(text)
+    for name in ("teacher", "train.jsonl", "valid.jsonl"):
+        (tmp_path / name).symlink_to(finished / name)
+    assert cli.main(["run", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "run")]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_stage_that_fails_keeps_the_one_that_stood(world, monkeypatch, capsys):

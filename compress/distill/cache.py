@@ -15,6 +15,7 @@ Letters: B rows, T tokens of a row, R targets, V vocabulary, K likeliest tokens,
 """
 
 import hashlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +72,7 @@ def identity(
     settings: Distill | CacheTeacher, common: Common, tokenizer: Tokenizer, rows: Rows, valid: Rows
 ) -> dict[str, Any]:
     """What decides which examples there are, and what the teacher says of them."""
+    assert settings.teacher is not None
     return {
         "teacher": hash_of(Path(settings.teacher)),
         "tokenizer": tokenizer.fingerprint,
@@ -87,6 +89,7 @@ class TeacherCache:
     Attributes:
       identity: what it was made from, and how.
       top_k: K; 0 where there are all tokens.
+      temperature: of the K tokens' distributions; None where there are all tokens.
 
     Raises:
       ArtifactError: it is not finished, or a file is missing, changed, truncated or not what it must be.
@@ -100,6 +103,7 @@ class TeacherCache:
             raise ArtifactError(f"{folder}: {'; '.join(problems[:8])}; {ANEW}")
         self.folder, self.identity = folder, read_object(folder, IDENTITY)
         self.top_k, self.width = widths(folder, self.identity)
+        self.temperature = temperature_of(folder, self.identity) if self.top_k else None
         self._shards: list[tuple[np.ndarray, np.ndarray | None]] = []
         self._places: dict[bytes, tuple[int, int, int]] = {}  # shard, and its first target and the one past the last
         for path in sorted(folder.glob("*.safetensors")):
@@ -136,8 +140,8 @@ class TeacherCache:
         if differs:
             said = [f"{name} ({_short(found)} there, {_short(wanted[name])} here)" for name, found in differs.items()]
             raise RecipeError(f"{self.folder}: a cache made with another {', '.join(said)}; {ANEW}")
-        at = self.identity.get("temperature")
-        if self.top_k and (settings.temperature != at or settings.temperature_end not in (None, at)):
+        at = self.temperature
+        if self.top_k and {settings.temperature, settings.temperature_end} - {None, at}:
             raise RecipeError(
                 f"{self.folder}: the {self.top_k} likeliest tokens at temperature {at}, and what is left out has no "
                 f"other; train with --temperature {at} and no other at the end, or cache all tokens with --top-k 0"
@@ -202,6 +206,33 @@ def widths(folder: Path, identity: dict[str, Any]) -> tuple[int, int]:
     if type(top_k) is not int or type(vocabulary) is not int or not 0 <= top_k <= vocabulary:
         raise ArtifactError(f"{folder / IDENTITY}: top_k and vocabulary must be sizes; {ANEW}")
     return top_k, top_k + 1 if top_k else vocabulary
+
+
+def temperature_of(folder: Path, identity: dict[str, Any]) -> float:
+    """The temperature of a cache of the likeliest tokens.
+
+    Raises:
+      ArtifactError: its identity does not say.
+    """
+    found = identity.get("temperature")
+    if type(found) not in (int, float) or not 0 < found < math.inf:
+        raise ArtifactError(f"{folder / IDENTITY}: temperature must be a number above 0; {ANEW}")
+    return float(found)
+
+
+def check_top_k(top_k: int, vocabulary: int) -> None:
+    """Refuse to keep more tokens than there are.
+
+    Raises:
+      RecipeError: saying how many there are.
+    """
+    if top_k > vocabulary:
+        raise RecipeError(f"top_k = {top_k}: the teacher has {vocabulary} tokens; --top-k 0 keeps all")
+
+
+def bytes_per_target(top_k: int, vocabulary: int) -> int:
+    """Of log-probabilities and ids."""
+    return 2 * (top_k + 1) + id_type(vocabulary).itemsize * top_k if top_k else 2 * vocabulary
 
 
 def id_type(vocabulary: int) -> np.dtype:

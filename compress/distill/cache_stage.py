@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from compress.data.batch import Batch
 from compress.data.batches import Batches
@@ -26,9 +27,19 @@ from compress.data.pack import batch_of, pack
 from compress.data.rows import keep_quarantine
 from compress.data.split import training_and_held_out
 from compress.distill.buckets import top_buckets
-from compress.distill.cache import IDENTITY, LOWEST, id_type, identity, key_of, segments_of
+from compress.distill.cache import (
+    IDENTITY,
+    LOWEST,
+    bytes_per_target,
+    check_top_k,
+    id_type,
+    identity,
+    key_of,
+    segments_of,
+)
 from compress.distill.settings import CacheTeacher
 from compress.errors import RecipeError
+from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, head, hidden_states, project, stack
 from compress.models.folder import Model, load
 from compress.models.linear import dense
@@ -54,11 +65,10 @@ def run(settings: CacheTeacher, common: Common) -> dict[str, Any]:
     Raises:
       RecipeError, DataError, ArtifactError: settings, data or a teacher that will not do.
     """
-    assert common.out is not None
+    assert common.out is not None and settings.teacher is not None
     teacher = load(settings.teacher).merged().dequantized()
     vocabulary = teacher.config.vocab_size
-    if settings.top_k > vocabulary:
-        raise RecipeError(f"top_k = {settings.top_k}: the teacher has {vocabulary} tokens; --top-k 0 keeps all")
+    check_top_k(settings.top_k, vocabulary)
     rows, valid = training_and_held_out(
         settings.data, settings.valid, columns=common.data.columns, bad_rows=common.data.bad_rows
     )
@@ -69,8 +79,7 @@ def run(settings: CacheTeacher, common: Common) -> dict[str, Any]:
         "computed_in": common.dtype,
         "version": VERSION,
     }
-    columns, ids = settings.top_k + 1 if settings.top_k else vocabulary, id_type(vocabulary)
-    most = SHARD_BYTES // (2 * columns + ids.itemsize * settings.top_k)
+    most = SHARD_BYTES // bytes_per_target(settings.top_k, vocabulary)
     sources = [Batches(source, teacher.tokenizer, size=1, length=settings.sequence_length) for source in (rows, valid)]
     groups = lambda: grouped(chain.from_iterable(source.examples() for source in sources), most)  # noqa: E731
     size = settings.per_device_batch * jax.device_count()
@@ -92,7 +101,7 @@ def run(settings: CacheTeacher, common: Common) -> dict[str, Any]:
             done += 1
             common.progress("cache-teacher", done, left)
         with atomic_file(shard(folder, number)) as temporary:
-            write_file(arrays_of(said, list(group), ids), temporary)
+            write_file(arrays_of(said, list(group), id_type(vocabulary)), temporary)
     skipped = keep_quarantine(folder, rows, valid)
     written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     facts = {"examples": examples, "tokens": targets, "bytes": written, "bits_per_token": 8 * written / targets}
@@ -165,7 +174,20 @@ def teller(
     teacher: Model, settings: CacheTeacher, common: Common
 ) -> Callable[[Batch], tuple[np.ndarray, np.ndarray | None]]:
     """A function of a batch: log-probabilities float16 [B, T, W], at t those of token t + 1, and ids [B, T, K]."""
-    config, k, mesh = teacher.config, settings.top_k, mesh_of_devices(common.mesh)
+    mesh, dtype = mesh_of_devices(common.mesh), jnp.dtype(common.dtype)
+    say = saying(teacher.config, settings)
+    stacked = place(mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), stack(teacher.config, teacher.weights)))
+
+    def run(batch: Batch) -> tuple[np.ndarray, np.ndarray | None]:
+        found = say(stacked, place_rows(mesh, batch))
+        return jax.tree.map(lambda leaf: np.moveaxis(np.asarray(leaf), 0, 1), found)
+
+    return run
+
+
+def saying(config: DecoderConfig, settings: CacheTeacher) -> Callable[[Stacked, Batch], tuple[Array, Array | None]]:
+    """The program of `teller`, of weights and a batch, jitted; time is the first axis of what it returns."""
+    k = settings.top_k
 
     @jax.jit
     def say(stacked: Stacked, batch: Batch):
@@ -181,14 +203,7 @@ def teller(
         chunk = max(1, CHUNK // len(batch.tokens))
         return jax.lax.map(jax.vmap(token), jnp.moveaxis(hidden, 1, 0), batch_size=chunk)
 
-    dtype = jnp.dtype(common.dtype)
-    stacked = place(mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), stack(config, teacher.weights)))
-
-    def run(batch: Batch) -> tuple[np.ndarray, np.ndarray | None]:
-        found = say(stacked, place_rows(mesh, batch))
-        return jax.tree.map(lambda leaf: np.moveaxis(np.asarray(leaf), 0, 1), found)
-
-    return run
+    return say
 
 
 def collect(

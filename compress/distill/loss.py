@@ -87,7 +87,7 @@ def loss_of(settings: Distill, student: DecoderConfig, teacher: DecoderConfig, d
     options: dict[str, Any] = {
         "divergence": settings.divergence,
         "mix": settings.mix,
-        "temperature": settings.temperature,
+        "temperature": settings.tau,
         "alpha": settings.alpha,
         "chunk": settings.chunk,
         "dtype": dtype if settings.rank is None else None,

@@ -46,7 +46,10 @@ class Distill:
     alpha: float = field(
         default=0.9, metadata={"help": "Weight of the divergence; the rest is cross-entropy.", "min": 0, "max": 1}
     )
-    temperature: float = field(default=2.0, metadata={"help": "Softens both distributions.", "above": 0})
+    temperature: float | None = field(
+        default=None,
+        metadata={"help": "Softens both distributions; if not given 2, or what the teacher's cache is at.", "above": 0},
+    )
     temperature_end: float | None = field(
         default=None, metadata={"help": "Temperature of the last step; the first one's if not given.", "above": 0}
     )
@@ -157,6 +160,11 @@ class Distill:
             )
 
     @property
+    def tau(self) -> float:
+        """The temperature of the first step and of validation, where no cache has its own."""
+        return 2.0 if self.temperature is None else self.temperature
+
+    @property
     def is_rounded(self) -> bool:
         """Whether the student's linears are, as it trains or before."""
         return self.landing != "none" or self.rank is not None
@@ -166,8 +174,12 @@ class Distill:
 class CacheTeacher:
     """Keep what the teacher says of a data set, to distill from later."""
 
-    teacher: str = field(metadata={"help": "Model folder or GGUF file.", "model": True})
-    data: tuple[Path, ...] = field(metadata={"help": "Text to learn from: JSONL, Parquet or plain text."})
+    teacher: str | None = field(
+        default=None, metadata={"help": "Model folder or GGUF file.", "model": True, "chained": True}
+    )
+    data: tuple[Path, ...] = field(
+        default=(), metadata={"help": "Text to learn from: JSONL, Parquet or plain text.", "chained": True}
+    )
     valid: tuple[Path, ...] = field(
         default=(), metadata={"help": "Held-out text; part of the training text if not given."}
     )
@@ -176,7 +188,7 @@ class CacheTeacher:
         metadata={"help": "Likeliest tokens to keep, with one bucket for the others; 0 keeps all tokens.", "min": 0},
     )
     temperature: float = field(
-        default=2.0, metadata={"help": "What to distill at; without effect if top_k is 0.", "above": 0}
+        default=1.0, metadata={"help": "What to distill at; without effect if top_k is 0.", "above": 0}
     )
     sequence_length: int = field(default=512, metadata={"help": "Tokens in a packed row.", "min": 2, "max": 2**20})
     per_device_batch: int = field(default=8, metadata={"help": "Rows that a device reads at once.", "min": 1})

@@ -59,6 +59,8 @@ def run(settings: Distill, common: Common) -> dict[str, Any]:
         options = {"columns": common.data.columns, "bad_rows": common.data.bad_rows}
         rows, valid = training_and_held_out(settings.data, settings.valid, **options)
         cache = open_cache(settings, common, outline, rows, valid)
+        if cache is not None and settings.temperature is None:
+            settings = dataclasses.replace(settings, temperature=cache.temperature)
         cut = read_cut(settings.student, outline.config)
         teacher = load(settings.teacher).merged().dequantized() if cache is None or cut else outline
         student = initial_student(settings, common, teacher)
@@ -133,7 +135,7 @@ def distill(
     stream: Batches | TemperedBatches | CachedBatches = batches
     if settings.temperature_end is not None:
         plan = dataclasses.replace(plan, rebound=0.0)  # the loss itself changes, and may rise for that
-        ends = settings.temperature, settings.temperature_end
+        ends = settings.tau, settings.temperature_end
         stream = TemperedBatches(batches, temperatures(settings.temperature_schedule, *ends, plan.steps))
     if cache is not None:
         stream, checks, frozen = CachedBatches(stream, cache), [cache.attach(batch) for batch in checks], None
