@@ -32,6 +32,7 @@ from compress.distill.cache import IDENTITY, Cached, bytes_per_target, id_type, 
 from compress.distill.cache_stage import SHARD_BYTES, saying
 from compress.distill.form import spec_of, split
 from compress.distill.loss import loss_of as distillation_loss
+from compress.distill.on_policy import Prompts
 from compress.distill.settings import CacheTeacher, Distill
 from compress.distill.strategies import make_matching
 from compress.distill.student import read_cut, student_architecture
@@ -221,7 +222,8 @@ class Plan:
         the packed student is on the host and on the device.
 
         Operations: of a token the teacher's forward pass and three times the student's (forward, and the gradients
-        of inputs and of weights), or twice under adapters.
+        of inputs and of weights), or twice under adapters, and once more where the student writes it. The step that
+        samples is the one whose memory counts, where there is one: it does all that the other does.
         """
         assert self.teacher is not None
         length, student = settings.sequence_length, self.first
@@ -239,16 +241,20 @@ class Plan:
         if matching := make_matching(settings, student, self.teacher):
             projections = jax.eval_shape(matching.projections, jax.random.key(0))
             trainable = dataclasses.replace(trainable, rest=trainable.rest | projections)
-        held = self.training(loss, trainable, frozen, self.cached(batch, cached) if cached else batch, settings)
+        checks = self.cached(batch, cached) if cached else batch
+        heaviest = _prompts(settings) if settings.on_policy else checks
+        held = self.training(loss, trainable, frozen, heaviest, settings, checks)
         ours, theirs = forward_flops(student, length), 0.0 if cached else forward_flops(self.teacher, length)
-        steps, checks = self.course(settings)
+        steps, validated = self.course(settings)
         tokens = settings.global_batch * length
+        buffers = (2 if settings.on_policy else 1) * buffer_bytes(settings.data)
         return Need(
             device=held + size(trainable),
-            host=(0 if cached else whole) + size(base) + 2 * size(trainable) + buffer_bytes(settings.data),
+            host=(0 if cached else whole) + size(base) + 2 * size(trainable) + buffers,
             loading=whole if cached and read_cut(settings.student, self.teacher) else 0,
             disk=size(written) + checkpoint_bytes(trainable),
-            flops=tokens * (steps * (theirs + (2 if base else 3) * ours) + checks * (theirs + ours)),
+            flops=tokens
+            * (steps * (theirs + ((2 if base else 3) + settings.on_policy) * ours) + validated * (theirs + ours)),
         )
 
     def cached(self, batch: Any, folder: Path) -> Cached:
@@ -388,9 +394,16 @@ class Plan:
         return _floats(config, dtype)
 
     def training(
-        self, loss: LossFn, trainable: Stacked, frozen: Stacked | None, batch: Any, settings: Distill | Align
+        self,
+        loss: LossFn,
+        trainable: Stacked,
+        frozen: Stacked | None,
+        batch: Any,
+        settings: Distill | Align,
+        checks: Any = None,
     ) -> int:
-        """Bytes of a step, or of a validation beside AdamW's state, whichever is more."""
+        """Bytes of a step, or of a validation on `checks`, by default `batch`, beside AdamW's state: whichever is more."""
+        checks = batch if checks is None else checks
         fit = FitSettings(
             steps=1,
             learning_rate=settings.learning_rate,
@@ -401,12 +414,13 @@ class Plan:
         trees = (trainable, jax.eval_shape(optimizer.init, trainable), frozen)
         if mesh := self.mesh:
             trees = tuple(_placed(tree, weight_shardings(mesh, tree)) for tree in trees)
-            batch = _placed(batch, jax.tree.map(lambda _: batch_sharding(mesh), batch))
+            rows = batch_sharding(mesh)
+            batch, checks = (_placed(tree, jax.tree.map(lambda _: rows, tree)) for tree in (batch, checks))
         trainable, state, frozen = trees
         validation = jax.jit(on_mesh(mesh, lambda trainable, frozen, batch: loss(trainable, frozen, batch, None)))
         return max(
             held(step, trainable, state, frozen, batch, shape_of((), jnp.int32), shape_of((), jnp.float32)),
-            held(validation, trainable, frozen, batch) + size(state),
+            held(validation, trainable, frozen, checks) + size(state),
         )
 
     def course(self, settings: Distill | Align) -> tuple[int, int]:
@@ -556,6 +570,11 @@ def _shapes(tree: Any) -> Any:
 
 def _batch(rows: int, length: int) -> Any:
     return _shapes(batch_of([], rows, length))
+
+
+def _prompts(settings: Distill) -> Prompts:
+    rows, room = settings.global_batch, settings.sequence_length - settings.on_policy_tokens
+    return Prompts(shape_of((rows, room), jnp.int32), shape_of((rows,), jnp.int32))
 
 
 def _rounded(row: dict[str, float]) -> dict[str, float]:

@@ -131,6 +131,11 @@ class Tokenizer:
         known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]
         return self._backend.decode(known, skip_special_tokens=skip_special)
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Every id that may end a turn: `eos_ids`, and all special tokens but BOS."""
+        return self.eos_ids | (self.special_ids - {self.bos_id})
+
     @functools.cached_property
     def fingerprint(self) -> str:
         state = json.loads(self._backend.to_str())

@@ -125,11 +125,11 @@ def fit_pair(chosen: Example, rejected: Example, length: int, **options) -> tupl
     room = options.pop("room", None)
     longest = max(len(chosen) - chosen.start, len(rejected) - rejected.start)
     room = max(length // 2 if room is None else room, length - longest)
-    cut = [fit(_with_prompt(s, room, options.get("bos_id")), length, room=room, **options) for s in (chosen, rejected)]
+    cut = [fit(with_prompt(s, room, options.get("bos_id")), length, room=room, **options) for s in (chosen, rejected)]
     return None if cut[0] is None or cut[1] is None else (cut[0], cut[1])
 
 
-def _with_prompt(sample: Example, room: int, bos_id: int | None) -> Example:
+def with_prompt(sample: Example, room: int, bos_id: int | None) -> Example:
     """`sample` with at most `room` tokens before its completion."""
     drop = sample.start - room
     if drop <= 0:
@@ -148,9 +148,8 @@ def _text(ids: list[int]) -> Example:
 
 def _through_end(ids: list[int], stop: int, tokenizer: Tokenizer) -> tuple[int, bool]:
     """Past the special token that ends a turn, and whether one does: at `stop`, or with only blanks before it."""
-    ends = tokenizer.eos_ids | (tokenizer.special_ids - {tokenizer.bos_id})
     for at in range(stop, len(ids)):
-        if ids[at] in ends:
+        if ids[at] in tokenizer.end_ids:
             return at + 1, True
         if tokenizer.decode([ids[at]]).strip():
             break

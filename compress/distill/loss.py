@@ -4,7 +4,7 @@ else the student copies from the teacher's layers.
 Letters: B batch, T time, N = T - 1 predictions, V and U vocabularies, K tokens of a cache, W = K + 1 buckets.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,12 @@ from compress.distill.buckets import log_buckets
 from compress.distill.cache import Cached
 from compress.distill.divergences import DIVERGENCES
 from compress.distill.form import loss_of_parts
+from compress.distill.on_policy import on_policy_loss
 from compress.distill.settings import Distill
 from compress.distill.strategies import PROJECTION, Matching, make_matching
 from compress.distill.temperature import Tempered
+from compress.errors import RecipeError
+from compress.generate.sampling import Sampling
 from compress.models.attention import MASKED
 from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, head, hidden_states, project, tapped_states
@@ -78,11 +81,15 @@ def _mixed(distance: Array, student: Array, target: Array, alpha: float) -> tupl
     return alpha * distance + (1 - alpha) * nll, {"divergence": distance, "cross_entropy": nll}
 
 
-def loss_of(settings: Distill, student: DecoderConfig, teacher: DecoderConfig, dtype: Any) -> LossFn:
+def loss_of(
+    settings: Distill, student: DecoderConfig, teacher: DecoderConfig, dtype: Any, stop: Sequence[int] = ()
+) -> LossFn:
     """The loss that the settings ask for: of `Cached` batches where they name a cache.
 
+    Args:
+      stop: token ids that end an answer of the student's.
     Raises:
-      RecipeError: layers cannot be matched as asked.
+      RecipeError: layers cannot be matched as asked, or the student may say what the teacher cannot read.
     """
     options: dict[str, Any] = {
         "divergence": settings.divergence,
@@ -94,9 +101,24 @@ def loss_of(settings: Distill, student: DecoderConfig, teacher: DecoderConfig, d
         "remat": settings.remat,
     }
     if settings.teacher_cache is not None:
-        loss = cached_loss(student, teacher.vocab_size, **options)
-    else:
-        loss = distillation_loss(student, teacher, matching=make_matching(settings, student, teacher), **options)
+        return loss_of_parts(cached_loss(student, teacher.vocab_size, **options), settings)
+    options["matching"] = make_matching(settings, student, teacher)
+    loss = distillation_loss(student, teacher, **options)
+    if settings.on_policy:
+        if student.vocab_size > teacher.vocab_size:
+            raise RecipeError(
+                f"on_policy: the student may say {student.vocab_size} tokens and the teacher reads "
+                f"{teacher.vocab_size}; take a student with no more, or leave it out"
+            )
+        loss = on_policy_loss(
+            loss,
+            distillation_loss(student, teacher, **options | {"alpha": 1.0}),
+            student,
+            sampling=Sampling(settings.on_policy_temperature),
+            new=settings.on_policy_tokens,
+            stop=stop,
+            cast=partial(_cast, dtype=options["dtype"]),
+        )
     return loss_of_parts(loss, settings)
 
 

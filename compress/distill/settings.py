@@ -74,6 +74,14 @@ class Distill:
     attention_loss: Literal["kl", "mse"] = field(
         default="kl", metadata={"help": "How far two attention maps are apart: KL(teacher‖student), or squared error."}
     )
+    on_policy: float = field(
+        default=0.0,
+        metadata={"help": "Share of the steps that learn from the student's own answers.", "min": 0, "max": 1},
+    )
+    on_policy_temperature: float = field(
+        default=1.0, metadata={"help": "What the student's answers are sampled at.", "above": 0}
+    )
+    on_policy_tokens: int = field(default=128, metadata={"help": "Most tokens of such an answer.", "min": 1})
     layer_map: str = field(
         default="",
         metadata={"help": "Layers to match, student:teacher, as in 0:1,1:3; if not given, as the student was cut."},
@@ -154,6 +162,8 @@ class Distill:
             raise RecipeError(f"layer_map = {self.layer_map!r}: give pairs of layers student:teacher, as in 0:1,1:3")
         if self.teacher_cache is not None and (self.hidden or self.attention):
             raise RecipeError("teacher_cache holds logits alone; leave it out, or hidden and attention")
+        if self.on_policy:
+            self._check_on_policy()
         if self.bits is not None and not self.is_rounded:
             raise RecipeError(
                 f'bits = {self.bits}: nothing is rounded; set landing = "fake_quantize", or a rank for adapters'
@@ -168,6 +178,17 @@ class Distill:
     def is_rounded(self) -> bool:
         """Whether the student's linears are, as it trains or before."""
         return self.landing != "none" or self.rank is not None
+
+    def _check_on_policy(self) -> None:
+        if self.teacher_cache is not None:
+            raise RecipeError("teacher_cache knows nothing of what the student will say; leave it out, or on_policy")
+        if not self.alpha:
+            raise RecipeError("alpha = 0 leaves nothing to learn from the student's own answers; raise it")
+        if self.sequence_length - self.on_policy_tokens < 2:
+            raise RecipeError(
+                f"on_policy_tokens = {self.on_policy_tokens} leaves no prompt in sequence_length = "
+                f"{self.sequence_length}; lower it"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from compress.data.batches import Batches
 from compress.data.rows import Rows, keep_quarantine
@@ -13,6 +14,7 @@ from compress.data.split import training_and_held_out
 from compress.distill.cache import CachedBatches, TeacherCache, identity
 from compress.distill.form import joined, parts_of
 from compress.distill.loss import loss_of
+from compress.distill.on_policy import OnPolicyBatches, on_policy_batches
 from compress.distill.settings import Distill
 from compress.distill.strategies import PROJECTION, make_matching
 from compress.distill.student import initial_student, read_cut, student_architecture
@@ -131,12 +133,15 @@ def distill(
     mesh = mesh_of_devices(common.mesh)
     plan = fit_settings(settings, batches, common.seed, mesh)
 
-    loss = loss_of(settings, student.config, teacher.config, dtype)
-    stream: Batches | TemperedBatches | CachedBatches = batches
-    if settings.temperature_end is not None:
+    loss = loss_of(settings, student.config, teacher.config, dtype, sorted(tokenizer.end_ids))
+    stream: Batches | OnPolicyBatches | TemperedBatches | CachedBatches = batches
+    if settings.temperature_end is not None or settings.on_policy:
         plan = dataclasses.replace(plan, rebound=0.0)  # the loss itself changes, and may rise for that
+    if settings.on_policy:
+        stream = on_policy_batches(batches, settings)
+    if settings.temperature_end is not None:
         ends = settings.tau, settings.temperature_end
-        stream = TemperedBatches(batches, temperatures(settings.temperature_schedule, *ends, plan.steps))
+        stream = TemperedBatches(stream, temperatures(settings.temperature_schedule, *ends, plan.steps))
     if cache is not None:
         stream, checks, frozen = CachedBatches(stream, cache), [cache.attach(batch) for batch in checks], None
     else:
@@ -161,10 +166,12 @@ def distill(
         checkpoints=checkpoints,
     )
     trained, _ = partition(trained, lambda name: name != PROJECTION)
+    ended = [row["ended"] for row in trace.steps if "ended" in row]
     facts = {
         "tokens": int(sum(row["count"] for row in trace.steps)),
         "packing": round(batches.efficiency, 4),
         "rows": rows.quarantine.counts(),
         "data_sha256": rows.sha256,
+        **({"on_policy": {"steps": len(ended), "ended": float(np.mean(ended))}} if ended else {}),
     }
     return joined(student, trained, settings), trace, facts

@@ -1,6 +1,6 @@
 """Generation with a key-value cache: one pass over the prompts, then a token a step for all rows.
 
-Letters: B batch, T prompt tokens, N new tokens.
+Letters: B batch, T prompt tokens, N new tokens, S stop tokens.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int, Key
 
 from compress.generate.sampling import GREEDY, Sampling, sample
 from compress.models.config import DecoderConfig
@@ -19,7 +20,23 @@ STRIDE = 64
 
 
 @partial(jax.jit, static_argnames=("config", "sampling", "new"))
-def _generate(config, stacked, tokens, lengths, keys, stop, limit, *, sampling: Sampling, new: int):
+def continue_rows(
+    config: DecoderConfig,
+    stacked: Stacked,
+    tokens: Int[Array | np.ndarray, "B T"],
+    lengths: Int[Array | np.ndarray, " B"],
+    keys: Key[Array, " B"],
+    stop: Int[Array | np.ndarray, " S"],
+    limit: Int[Array | np.ndarray, ""] | int,
+    *,
+    sampling: Sampling,
+    new: int,
+) -> Int[Array, "B N"]:
+    """At most `limit` of N = `new` tokens for every row; -1 after one of `stop`.
+
+    A row's prompt is its first `lengths` tokens; of a row without one, the tokens mean nothing. Token n of a row is
+    drawn with `fold_in(key, n)` of the row's key.
+    """
     batch, time = tokens.shape
     columns = jnp.broadcast_to(jnp.arange(time), (batch, time))
     segments = (columns < lengths[:, None]).astype(jnp.int32)
@@ -74,6 +91,6 @@ def generate(
         tokens[row, : len(prompt)] = prompt
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(prompts)))
     ends = np.array(list(stop) or [-2], np.int32)
-    out = _generate(config, stacked, tokens, lengths, keys, ends, max_tokens, sampling=sampling, new=new)
+    out = continue_rows(config, stacked, tokens, lengths, keys, ends, max_tokens, sampling=sampling, new=new)
     stops = set(stop)
     return [[int(t) for t in row if t >= 0 and int(t) not in stops] for row in np.asarray(out)]
