@@ -54,6 +54,7 @@ STAGES = {
         (
             "compress cache-teacher --teacher teacher/ --data text.jsonl --out cache/",
             "compress cache-teacher --teacher teacher/ --data text.jsonl --top-k 0 --out cache/",
+            "compress cache-teacher --teacher student/ --logits rows/ --out cache/",
         ),
     ),
     "distill": Stage(
@@ -65,6 +66,7 @@ STAGES = {
             "compress distill --teacher teacher/ --student half --data text.jsonl --out student/",
             "compress distill --teacher model.gguf --student layers:15 --data text.jsonl --steps 500 --out student/",
             "compress distill --teacher teacher/ --teacher-cache cache/ --data text.jsonl --out student/",
+            "compress distill --teacher teacher/ --data chats.jsonl --on-policy 0.5 --temperature 1 --out student/",
         ),
     ),
     "align": Stage(

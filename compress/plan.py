@@ -402,7 +402,7 @@ class Plan:
         settings: Distill | Align,
         checks: Any = None,
     ) -> int:
-        """Bytes of a step, or of a validation on `checks`, by default `batch`, beside AdamW's state: whichever is more."""
+        """Bytes of a step, or of a validation on `checks` (or `batch`) beside AdamW's state, whichever is more."""
         checks = batch if checks is None else checks
         fit = FitSettings(
             steps=1,

@@ -19,6 +19,13 @@ def check_tokens(found: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": tokens}
 
 
+def check_targets(found: dict[str, Any]) -> dict[str, Any]:
+    tokens, mask = check_tokens(found)["tokens"], found["mask"]
+    if not isinstance(mask, list) or len(mask) != len(tokens) or any(flag not in (0, 1) for flag in mask):
+        raise DataError(f"column 'mask' must be a list of {len(tokens)} times 0 or 1, one a token, not {_type(mask)}")
+    return {"tokens": tokens, "mask": mask}
+
+
 def check_messages(found: dict[str, Any]) -> dict[str, Any]:
     return {"messages": _messages("messages", found["messages"])}
 
@@ -60,6 +67,7 @@ CHECKS = {
     "preference": check_preference,
     "messages": check_messages,
     "completion": check_completion,
+    "targets": check_targets,
     "tokens": check_tokens,
     "text": check_text,
 }

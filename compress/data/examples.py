@@ -5,6 +5,7 @@ Letters: N tokens.
 
 import dataclasses
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,11 @@ class Example:
 
 
 def example(row: Row, tokenizer: Tokenizer) -> Example:
-    """The example of a text, tokens, completion or messages row, however long.
+    """The example of a text, tokens, targets, completion or messages row, however long.
 
-    Targets: in text and tokens, all but the first token; else the completion, or every assistant turn, each with
-    the one EOS at its end. One BOS stands in front where the tokenizer wants one, or the template puts one.
+    Targets: in text and tokens, all but the first token; in targets, what their mask says; else the completion, or
+    every assistant turn, each with the one EOS at its end. One BOS stands in front where the tokenizer wants one, or
+    the template puts one; targets rows are taken as they are.
 
     Raises:
       DataError: the row cannot be made into one, and why.
@@ -45,11 +47,22 @@ def example(row: Row, tokenizer: Tokenizer) -> Example:
     if row.kind == "tokens":
         tokenizer.check_rows(values["tokens"])
         return _text(tokenizer.with_bos(values["tokens"]))
+    if row.kind == "targets":
+        tokenizer.check_rows(values["tokens"])
+        return marked(values["tokens"], values["mask"])
     if row.kind == "completion":
         return answer(values["prompt"], values["completion"], tokenizer)
     if row.kind == "messages":
         return conversation(values["messages"], tokenizer)
     raise DataError(f"a {row.kind} row is a pair, not one example")
+
+
+def marked(tokens: Sequence[int] | np.ndarray, mask: Sequence[int] | np.ndarray) -> Example:
+    """Tokens whose targets are where `mask` is 1, less the first, which nothing predicts."""
+    targets = np.array(mask, bool)
+    targets[:1] = False
+    begins = np.flatnonzero(np.diff(targets, prepend=False) & targets)
+    return Example(np.array(tokens, np.int32), targets, int(begins[-1]) if len(begins) else 0)
 
 
 def pair(row: Row, tokenizer: Tokenizer) -> tuple[Example, Example]:

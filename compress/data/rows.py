@@ -5,6 +5,7 @@ A row's kind is told by its columns:
     preference   prompt, chosen, rejected   strings, or lists of messages; prompt may be left out of lists
     messages     messages                   a conversation
     completion   prompt, completion         strings, or lists of messages
+    targets      tokens, mask               token ids, and 1 for each that is to be learned
     tokens       tokens                     token ids
     text         text
 
@@ -30,6 +31,7 @@ KINDS = {
     "preference": ("prompt", "chosen", "rejected"),
     "messages": ("messages",),
     "completion": ("prompt", "completion"),
+    "targets": ("tokens", "mask"),
     "tokens": ("tokens",),
     "text": ("text",),
 }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,24 +26,16 @@ from compress.data.examples import Example
 from compress.data.pack import batch_of, pack
 from compress.data.rows import keep_quarantine
 from compress.data.split import training_and_held_out
-from compress.distill.buckets import top_buckets
-from compress.distill.cache import (
-    IDENTITY,
-    LOWEST,
-    bytes_per_target,
-    check_top_k,
-    id_type,
-    identity,
-    key_of,
-    segments_of,
-)
+from compress.distill.buckets import kept
+from compress.distill.cache import IDENTITY, bytes_per_target, check_top_k, id_type, identity, key_of, segments_of
+from compress.distill.foreign import ForeignRows
 from compress.distill.settings import CacheTeacher
 from compress.errors import RecipeError
 from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, head, hidden_states, project, stack
-from compress.models.folder import Model, load
+from compress.models.folder import Model, load, without_weights
 from compress.models.linear import dense
-from compress.record import VERSION
+from compress.record import VERSION, hash_of
 from compress.settings import Common
 from compress.train.course import mesh_of_devices
 from compress.train.mesh import place, place_rows
@@ -55,7 +47,9 @@ from export.untrusted import read_object
 
 SHARD_BYTES = 256 << 20  # of log-probabilities and ids; an example with more has a shard of its own
 CHUNK = 128  # tokens whose logits exist at once
+ROWS = "rows.jsonl"  # what a cache of foreign rows is of
 
+E = TypeVar("E", bound=Example)
 Group = dict[bytes, Example]
 
 
@@ -66,9 +60,13 @@ def run(settings: CacheTeacher, common: Common) -> dict[str, Any]:
       RecipeError, DataError, ArtifactError: settings, data or a teacher that will not do.
     """
     assert common.out is not None and settings.teacher is not None
+    if settings.logits is not None:
+        return from_logits(settings, common)
+    if not settings.data:
+        raise RecipeError("give data, for the teacher to read, or logits, of one that has read it")
     teacher = load(settings.teacher).merged().dequantized()
     vocabulary = teacher.config.vocab_size
-    check_top_k(settings.top_k, vocabulary)
+    most = targets_of_a_shard(settings.top_k, vocabulary)
     rows, valid = training_and_held_out(
         settings.data, settings.valid, columns=common.data.columns, bad_rows=common.data.bad_rows
     )
@@ -79,7 +77,6 @@ def run(settings: CacheTeacher, common: Common) -> dict[str, Any]:
         "computed_in": common.dtype,
         "version": VERSION,
     }
-    most = SHARD_BYTES // bytes_per_target(settings.top_k, vocabulary)
     sources = [Batches(source, teacher.tokenizer, size=1, length=settings.sequence_length) for source in (rows, valid)]
     groups = lambda: grouped(chain.from_iterable(source.examples() for source in sources), most)  # noqa: E731
     size = settings.per_device_batch * jax.device_count()
@@ -103,12 +100,69 @@ def run(settings: CacheTeacher, common: Common) -> dict[str, Any]:
         with atomic_file(shard(folder, number)) as temporary:
             write_file(arrays_of(said, list(group), id_type(vocabulary)), temporary)
     skipped = keep_quarantine(folder, rows, valid)
-    written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    facts = {"examples": examples, "tokens": targets, "bytes": written, "bits_per_token": 8 * written / targets}
-    write_manifest(folder, facts)
+    facts = sealed(folder, examples, targets)
     with atomic_folder(common.out, common.force) as out:
         folder.rename(out)
     return {"out": str(common.out), "shards": shards, **facts, "rows": rows.quarantine.counts(), **skipped}
+
+
+def from_logits(settings: CacheTeacher, common: Common) -> dict[str, Any]:
+    """Write the cache of what has been said elsewhere, and beside it the rows, to train on.
+
+    Raises:
+      DataError, ArtifactError: rows that will not do (`foreign`).
+    """
+    assert common.out is not None and settings.teacher is not None and settings.logits is not None
+    model = without_weights(settings.teacher)
+    vocabulary = model.config.vocab_size
+    source = ForeignRows(
+        settings.logits,
+        model,
+        length=settings.sequence_length,
+        top_k=settings.top_k,
+        temperature=settings.temperature,
+    )
+    ids, most = id_type(vocabulary), targets_of_a_shard(source.top_k, vocabulary)
+    shards, examples, targets = 0, 0, 0
+    with atomic_folder(common.out, common.force) as folder:
+        with (folder / ROWS).open("w", encoding="utf-8") as data:
+            for shards, group in enumerate(grouped(source, most), 1):
+                said = {key: sample.said for key, sample in group.items()}
+                write_file(arrays_of(said, list(group), ids), shard(folder, shards - 1))
+                for sample in group.values():
+                    row = {"tokens": sample.tokens.tolist(), "mask": sample.mask.astype(int).tolist()}
+                    data.write(json.dumps(row) + "\n")
+                    targets += int(sample.mask.sum())
+                examples += len(group)
+        rows, valid = training_and_held_out([folder / ROWS], ())
+        made_from = identity(settings, common, model.tokenizer, rows, valid) | {
+            "top_k": source.top_k,
+            "temperature": source.temperature,
+            "vocabulary": vocabulary,
+            "logits": hash_of(settings.logits),
+            "version": VERSION,
+        }
+        (folder / IDENTITY).write_text(json.dumps(made_from, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        facts = sealed(folder, examples, targets)
+    return {"out": str(common.out), "data": str(common.out / ROWS), "shards": shards, **facts}
+
+
+def targets_of_a_shard(top_k: int, vocabulary: int) -> int:
+    """How many fit in `SHARD_BYTES`.
+
+    Raises:
+      RecipeError: so many tokens are not there to be kept.
+    """
+    check_top_k(top_k, vocabulary)
+    return SHARD_BYTES // bytes_per_target(top_k, vocabulary)
+
+
+def sealed(folder: Path, examples: int, targets: int) -> dict[str, Any]:
+    """Write the manifest of a cache that is complete; what it says of its size."""
+    written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    facts = {"examples": examples, "tokens": targets, "bytes": written, "bits_per_token": 8 * written / targets}
+    write_manifest(folder, facts)
+    return facts
 
 
 def open_partial(common: Common, made_from: dict[str, Any]) -> Path:
@@ -143,10 +197,10 @@ def shard(folder: Path, number: int) -> Path:
     return folder / f"{number:05}.safetensors"
 
 
-def grouped(examples: Iterable[Example], most: int) -> Iterator[Group]:
+def grouped(examples: Iterable[E], most: int) -> Iterator[dict[bytes, E]]:
     """The examples that have targets, each once, in order, by key; in groups of at most `most` targets, or of one."""
     seen: set[bytes] = set()
-    group: Group = {}
+    group: dict[bytes, E] = {}
     held = 0
     for sample in examples:
         key, targets = key_of(sample.tokens, sample.mask), int(sample.mask.sum())
@@ -195,9 +249,7 @@ def saying(config: DecoderConfig, settings: CacheTeacher) -> Callable[[Stacked, 
         weight = dense(head(config, stacked), hidden.dtype)
 
         def token(state):
-            logits = project(config, state, weight)
-            log_probs, ids = top_buckets(logits, k, settings.temperature) if k else (jax.nn.log_softmax(logits), None)
-            return jnp.maximum(log_probs, LOWEST).astype(jnp.float16), ids
+            return kept(project(config, state, weight), k, settings.temperature)
 
         # Over time, so that rows stay on their devices.
         chunk = max(1, CHUNK // len(batch.tokens))

@@ -100,8 +100,10 @@ class OnPolicyBatches:
 
 def on_policy_batches(batches: Batches, settings: Distill) -> OnPolicyBatches:
     """`batches`, and the prompts of the same rows, read once more."""
-    rows = copy.copy(batches.rows)
-    rows.quarantine = Quarantine()  # what is skipped is counted once, by `batches`
+    rows = batches.rows
+    if settings.on_policy < 1:  # else `batches` are never read
+        rows = copy.copy(rows)
+        rows.quarantine = Quarantine()  # what is skipped is counted once, by `batches`
     room = batches.length - settings.on_policy_tokens
     prompts = PromptBatches(rows, batches.tokenizer, size=batches.size, length=room, seed=batches.seed)
     return OnPolicyBatches(batches, prompts, settings.on_policy, batches.seed)

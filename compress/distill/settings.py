@@ -182,8 +182,6 @@ class Distill:
     def _check_on_policy(self) -> None:
         if self.teacher_cache is not None:
             raise RecipeError("teacher_cache knows nothing of what the student will say; leave it out, or on_policy")
-        if not self.alpha:
-            raise RecipeError("alpha = 0 leaves nothing to learn from the student's own answers; raise it")
         if self.sequence_length - self.on_policy_tokens < 2:
             raise RecipeError(
                 f"on_policy_tokens = {self.on_policy_tokens} leaves no prompt in sequence_length = "
@@ -196,10 +194,19 @@ class CacheTeacher:
     """Keep what the teacher says of a data set, to distill from later."""
 
     teacher: str | None = field(
-        default=None, metadata={"help": "Model folder or GGUF file.", "model": True, "chained": True}
+        default=None,
+        metadata={
+            "help": "Model folder or GGUF file; with logits, any of the same tokenizer, such as the student.",
+            "model": True,
+            "chained": True,
+        },
     )
-    data: tuple[Path, ...] = field(
-        default=(), metadata={"help": "Text to learn from: JSONL, Parquet or plain text.", "chained": True}
+    data: tuple[Path, ...] = field(default=(), metadata={"help": "Text to learn from: JSONL, Parquet or plain text."})
+    logits: Path | None = field(
+        default=None,
+        metadata={
+            "help": "Token ids and what another program's teacher says of them, as safetensors; instead of data."
+        },
     )
     valid: tuple[Path, ...] = field(
         default=(), metadata={"help": "Held-out text; part of the training text if not given."}
@@ -213,3 +220,9 @@ class CacheTeacher:
     )
     sequence_length: int = field(default=512, metadata={"help": "Tokens in a packed row.", "min": 2, "max": 2**20})
     per_device_batch: int = field(default=8, metadata={"help": "Rows that a device reads at once.", "min": 1})
+
+    def __post_init__(self):
+        if self.data and self.logits is not None:
+            raise RecipeError("give either data, for the teacher to read, or logits, of one that has read it")
+        if self.logits is not None and self.valid:
+            raise RecipeError("logits have no valid beside them: a twentieth of their rows is held out")
