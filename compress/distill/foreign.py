@@ -159,16 +159,18 @@ def form_of(file: Path, tensors: Mapping[str, np.ndarray]) -> Form:
         there = ", ".join(sorted(tensors)) or "nothing"
         raise DataError(f"{file}: has {there}; it needs input_ids, and logits, log_probs or top_log_probs and top_ids")
     rows, said = tensors["input_ids"], tensors[names[0]]
-    wanted = {"input_ids": (jnp.integer, rows.shape), names[0]: (jnp.floating, (*rows.shape, *said.shape[-1:]))}
-    wanted |= {
-        "top_ids": (jnp.integer, said.shape),
-        "mask": (jnp.generic, rows.shape),
-        "temperature": (jnp.floating, (1,)),
+    integers, floats, flags = ("integers", jnp.integer), ("floats", jnp.floating), ("0 or 1", jnp.generic)
+    wanted = {
+        "input_ids": (integers, rows.shape),
+        names[0]: (floats, (*rows.shape, *said.shape[-1:])),
+        "top_ids": (integers, said.shape),
+        "mask": (flags, rows.shape),
+        "temperature": (floats, (1,)),
     }
-    for name, (kind, shape) in wanted.items():
+    for name, ((words, kind), shape) in wanted.items():
         if name in tensors and not (jnp.issubdtype(tensors[name].dtype, kind) and tensors[name].shape == shape):
             found = f"{tensors[name].dtype} {list(tensors[name].shape)}"
-            raise DataError(f"{file}: {name} is {found}, beside input_ids {rows.dtype} {list(rows.shape)}")
+            raise DataError(f"{file}: {name} is {found}; it must be {words} {list(shape)}")
     if rows.ndim != 2 or not said.size:
         raise DataError(f"{file}: input_ids must be [N, T] and not empty, not {list(rows.shape)}")
     temperature = float(tensors["temperature"][0]) if "temperature" in tensors else 1.0
