@@ -101,7 +101,7 @@ def test_no_gradient_goes_through_the_norm_of_a_row():
     upstream = rng.normal(size=(3, 4, 5)).astype(np.float32)
 
     def run(a, b, m):
-        names = {"weight": w, "lora_A": a, "lora_B": b, "lora_magnitude_vector": m}
+        names = {"weight": jnp.asarray(w), "lora_A": a, "lora_B": b, "lora_magnitude_vector": m}
         return bind(Linear(6, 5), names)(jnp.asarray(x))
 
     y, pull = jax.vjp(run, *map(jnp.asarray, (a, b, m)))
