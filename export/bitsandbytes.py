@@ -17,7 +17,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +161,8 @@ def _loader(stored: LazyWeights, name: str) -> Callable[[], NF4Tensor]:
     is_matrix = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)
     if not is_matrix or shape[1] % NF4_BLOCK:  # type: ignore[index]
         raise ArtifactError(f"{name}: shape {str(shape)[:40]} must be two sizes, the second a multiple of {NF4_BLOCK}")
-    if type(mean) is not float or not isfinite(np.float32(mean)):
-        raise ArtifactError(f"{name}: nested_offset {str(mean)[:40]} must be a finite number")
+    if type(mean) is not float or not abs(mean) <= float(np.finfo(np.float32).max):
+        raise ArtifactError(f"{name}: nested_offset {str(mean)[:40]} must be a number of float32")
     found = [state.get(key) for key in ("quant_type", "blocksize", "nested_blocksize")]
     if found != [NF4, NF4_BLOCK, SCALE_BLOCK]:
         raise ArtifactError(f"{name}: {found} is not read, only {NF4} in blocks of {NF4_BLOCK} and {SCALE_BLOCK}")

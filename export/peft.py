@@ -125,9 +125,9 @@ def read(path: str | os.PathLike) -> Adapters:
     if type(rank) is not int or rank < 1 or not _is_number(alpha) or not _is_number(dropout):
         raise ArtifactError(f"{where}: r must be a positive integer, lora_alpha and lora_dropout finite numbers")
     rslora, dora = (config.get(key) or False for key in ("use_rslora", "use_dora"))
-    if type(rslora) is not bool or type(dora) is not bool:
-        said = f"use_rslora = {str(rslora)[:80]} and use_dora = {str(dora)[:80]}"
-        raise ArtifactError(f"{where}: {said} must be true or false")
+    for key, value in {"use_rslora": rslora, "use_dora": dora}.items():
+        if type(value) is not bool:
+            raise ArtifactError(f"{where}: {key} = {str(value)[:80]} must be true or false")
     if not os.path.lexists(folder / WEIGHTS):
         pickles = [entry.name for entry in folder.iterdir() if entry.name.endswith(PICKLES)]
         what = f"{pickles[0]} is a pickle, which is never opened; convert it to" if pickles else "no"
