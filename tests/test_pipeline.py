@@ -385,6 +385,11 @@ def test_a_run_of_preference_pairs_reports_what_the_pairs_say(world):
         (("group_size = 32\ncalibration", "group_size = 64\ncalibration"), 2, "mlp.down_proj.weight (I = 96)"),
         (("group_size = 32\n\n[quantize]", "group_size = 64\n\n[quantize]"), 2, "group_size = 64 does not divide"),
         (('method = "rtn"', 'method = "gptq"\n#'), 2, "calibration is missing"),
+        (
+            ('format = ["compressed-tensors"', 'format = ["bitsandbytes"'),
+            2,
+            "not in NF4: compress quantize --method nf4",
+        ),
         (('data = ["valid.jsonl"]\nwindow', 'data = ["none.jsonl"]\nwindow'), 4, "none.jsonl: no such file"),
         (("[generate]", '[gate]\npolicy = "none.toml"\n[generate]'), 4, "none.toml: no such file"),
         (('teacher = "teacher"', 'teacher = "nowhere"'), 2, "nowhere: no such model"),
