@@ -1,6 +1,8 @@
 """Training figures for TensorBoard and Weights & Biases, each an extra of its own."""
 
 import importlib
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,20 @@ Sink = Callable[[str, int, dict[str, float]], None]
 
 
 def tensorboard(folder: Path) -> Sink:
-    """Scalars as event files in a folder, written through at each call."""
-    writer = _module("tensorboardX", "tensorboard").SummaryWriter(str(folder))
+    """Scalars in an event file of a folder, an event a call, on disk when it returns."""
+    # Not `SummaryWriter`: that one leaves the writing to a thread, which may not get to the last events.
+    files = _module("tensorboardX.event_file_writer", "tensorboard")
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = files.EventsWriter(str(folder / "events"))
 
     def log(stage: str, step: int, figures: dict[str, float]) -> None:
+        event = files.event_pb2.Event(step=step, wall_time=time.time())
         for name, value in figures.items():
-            writer.add_scalar(f"{stage}/{name}", value, step)
+            event.summary.value.add(tag=f"{stage}/{name}", simple_value=value)
+        writer.write_event(event)
         writer.flush()
 
+    weakref.finalize(log, writer.close)
     return log
 
 
@@ -56,6 +64,6 @@ def _module(name: str, extra: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise RecipeError(
-            f"--{extra} needs {name}, which is not installed: pip install 'compress-lm[{extra}]'"
-        ) from error
+        package = name.partition(".")[0]
+        cure = f"pip install 'compress-lm[{extra}]'"
+        raise RecipeError(f"--{extra} needs {package}, which is not installed: {cure}") from error
