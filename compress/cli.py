@@ -427,7 +427,8 @@ def _said(error: Exception) -> str:
         return f"{error}; run the same command again to go on from there"
     if is_lost_peer(error):
         why = str(error).partition("\n")[0]
-        return f"lost another process of this run ({why}); start all again to go on from the last checkpoint"
+        cure = "if one has died, start all again to go on from the last checkpoint"
+        return f"an exchange between the processes of this run failed ({why}); {cure}"
     if is_out_of_device_memory(error):
         return f"{str(error).rpartition(': ')[2]} Lower --per-device-batch, --sequence-length or --window"
     if not isinstance(error, OSError) or not error.strerror:

@@ -343,8 +343,8 @@ def test_an_exchange_that_fails_is_told_as_a_lost_process_and_no_other_error_is(
     lost = ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer\nat this place")
     assert cli.exit_code(lost) == 75
     assert cli._said(lost) == (
-        "lost another process of this run (UNKNOWN: Gloo AllGather failed: Connection reset by peer); "
-        "start all again to go on from the last checkpoint"
+        "an exchange between the processes of this run failed (UNKNOWN: Gloo AllGather failed: Connection reset by "
+        "peer); if one has died, start all again to go on from the last checkpoint"
     )
     assert cli.exit_code(ValueError("shapes do not agree")) == cli.BUG
     assert cli.exit_code(DataError("row 3: a barrier")) == 4

@@ -77,7 +77,7 @@ def test_a_process_that_loses_the_other_says_so_and_ends_soon(tmp_path, victim):
     # Without process 0, which keeps JAX's account of them, JAX may be first to end the other, and aborts it.
     assert code == 75 or (code == -signal.SIGABRT and victim == 0), said
     if code == 75:
-        assert "error: lost another process of this run (" in said
+        assert "error: an exchange between the processes of this run failed (" in said
         assert "Traceback" not in said
 
 
