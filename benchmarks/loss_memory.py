@@ -8,7 +8,6 @@ head. Memory is XLA's: the temporary buffers of the program. The cost is that of
 
 import argparse
 import json
-import os
 import sys
 from functools import partial
 
@@ -63,7 +62,7 @@ def main() -> int:
     print(f"temporary memory of the loss: {chunked / 2**20:.0f} MiB in chunks of {CHUNK}, {whole / 2**20:.0f} whole")
     seconds = {}
     for chunk in (CHUNK, ROWS * LENGTH):
-        run = shape.in_a_process([__file__, "--steps", str(arguments.steps), "--child", str(chunk)], dict(os.environ))
+        run = shape.in_a_process([__file__, "--steps", str(arguments.steps), "--child", str(chunk)])
         seconds[chunk] = run["best"]
         print(f"a step in chunks of {chunk}: {run['best']:.2f} s, peak {run['peak_gib']:.2f} GiB")
     time_ratio, memory_ratio = seconds[CHUNK] / seconds[ROWS * LENGTH], chunked / whole
