@@ -406,7 +406,7 @@ class Plan:
         checks = batch if checks is None else checks
         fit = FitSettings(
             steps=1,
-            learning_rate=settings.learning_rate,
+            learning_rate=0.0,  # takes no memory, whatever it is
             global_batch=settings.global_batch,
             per_device_batch=settings.per_device_batch,
         )

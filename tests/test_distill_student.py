@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from compress.data.split import training_and_held_out
+from compress.distill import stage
 from compress.distill.importance import IMPORTANCES, Seen, important_layers, measure, most_important
 from compress.distill.prune import cut_layers
 from compress.distill.settings import Distill
@@ -21,6 +23,7 @@ from compress.models.folder import Model, load
 from compress.preflight import preflight
 from compress.quantize.settings import Quantize
 from compress.settings import Common, Data
+from compress.train.trace import Trace
 from tests import tiny_run
 from tests import tiny_training as tiny
 from tests.tiny_models import EXEMPLARS, RECORDS, config_of, forward, weights_of
@@ -289,3 +292,23 @@ def test_groups_that_do_not_divide_a_cut_are_refused_before_the_run(world):
         preflight({"distill": given, "quantize": Quantize(method="rtn", group_size=32)}, Data(), None)
     fits = dataclasses.replace(given, student="cut:hidden=32,ffn=64,kv_heads=1")
     preflight({"distill": fits, "quantize": Quantize(method="rtn", group_size=32)}, Data(), None)
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, 0.5 / 32), (1e-3, 1e-3)])
+def test_the_learning_rate_is_half_over_the_student_s_width_if_not_given(world, monkeypatch, given, used):
+    def fit(loss, trainable, frozen, batches, plan, **options):
+        return trainable, Trace(steps=[{"count": 0.0, "seen": plan.learning_rate}])
+
+    monkeypatch.setattr(stage, "fit", fit)
+    settings = Distill(
+        teacher=str(world / "teacher"),
+        student="cut:hidden=32,ffn=64,kv_heads=1",
+        data=(world / "train.jsonl",),
+        sequence_length=32,
+        learning_rate=given,
+    )
+    teacher = load(settings.teacher)
+    start = initial_student(settings, Common(), teacher)
+    texts = training_and_held_out(settings.data, settings.valid)
+    _, trace, facts = stage.distill(teacher, start, *texts, settings, Common())
+    assert trace.steps[0]["seen"] == facts["learning_rate"] == used

@@ -123,7 +123,10 @@ class Distill:
     epochs: float | None = field(
         default=None, metadata={"help": "Passes over the data; 1 if steps are not given either.", "above": 0}
     )
-    learning_rate: float = field(default=3e-4, metadata={"help": "Peak of the cosine schedule.", "above": 0})
+    learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Peak of the cosine schedule; 0.5 over the student's width if not given.", "above": 0},
+    )
     warmup: int = field(default=100, metadata={"help": "Steps to the peak.", "min": 0})
     weight_decay: float = field(default=0.01, metadata={"help": "AdamW's.", "min": 0})
     max_grad_norm: float = field(

@@ -44,6 +44,7 @@ from compress.train.processes import shared_folder
 from compress.train.trace import Trace
 
 CONVERGED = 0.1  # held-out loss
+RATE_BY_WIDTH = 0.5  # AdamW's best rate falls as one over the width (arXiv:2203.03466, table 3)
 
 
 def run(settings: Distill, common: Common) -> dict[str, Any]:
@@ -124,6 +125,8 @@ def distill(
 
     With `cache`, the teacher's weights are not looked at.
     """
+    if settings.learning_rate is None:
+        settings = dataclasses.replace(settings, learning_rate=RATE_BY_WIDTH / student.config.hidden_size)
     dtype = jnp.dtype(common.dtype)
     matching = make_matching(settings, student.config, teacher.config)
     shape: dict[str, Any] = {"size": settings.global_batch, "length": settings.sequence_length, "seed": common.seed}
@@ -169,6 +172,7 @@ def distill(
     ended = [row["ended"] for row in trace.steps if "ended" in row]
     facts = {
         "tokens": int(sum(row["count"] for row in trace.steps)),
+        "learning_rate": settings.learning_rate,
         "packing": round(batches.efficiency, 4),
         "rows": rows.quarantine.counts(),
         "data_sha256": rows.sha256,

@@ -32,7 +32,7 @@ class Course(Protocol):
     @property
     def epochs(self) -> float | None: ...
     @property
-    def learning_rate(self) -> float: ...
+    def learning_rate(self) -> float | None: ...
     @property
     def warmup(self) -> int: ...
     @property
@@ -59,6 +59,7 @@ def fit_settings(course: Course, batches: Batches, seed: int, mesh: Mesh | None)
     Raises:
       RecipeError: the global batch does not divide over the mesh.
     """
+    assert course.learning_rate is not None
     steps = course.steps or max(1, math.ceil((course.epochs or 1) * batches.steps_per_epoch()))
     settings = FitSettings(
         steps=steps,
