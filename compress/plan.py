@@ -574,7 +574,7 @@ def _batch(rows: int, length: int) -> Any:
 
 def _prompts(settings: Distill) -> Prompts:
     rows, room = settings.global_batch, settings.sequence_length - settings.on_policy_tokens
-    return Prompts(shape_of((rows, room), jnp.int32), shape_of((rows,), jnp.int32))
+    return jax.eval_shape(lambda: Prompts(jnp.zeros((rows, room), jnp.int32), jnp.zeros(rows, jnp.int32)))
 
 
 def _rounded(row: dict[str, float]) -> dict[str, float]:

@@ -79,13 +79,11 @@ class ForeignRows:
                 f"{other}: {tuple(forms[other])} is not {tuple(self.form)} as in {self.files[0]}: name, width and "
                 "temperature must be the same in all files"
             )
-        if self.form.name == TOP:
-            self.top_k, self.temperature = self.form.width, self.form.temperature
-        else:
-            known = model.tokenizer.vocab_size
-            if self.form.width < known:
-                raise DataError(f"{path}: {self.form.name} of {self.form.width} tokens, and the tokenizer has {known}")
-            self.top_k, self.temperature = top_k, temperature if top_k else None
+        named, known = self.form.name == TOP, model.tokenizer.vocab_size
+        if not named and self.form.width < known:
+            raise DataError(f"{path}: {self.form.name} of {self.form.width} tokens, and the tokenizer has {known}")
+        self.top_k = self.form.width if named else top_k
+        self.temperature = self.form.temperature if named else temperature if top_k else None
         self._keep = jax.jit(jax.vmap(partial(kept, k=top_k, temperature=temperature)))
 
     def __iter__(self) -> Iterator[Told]:
