@@ -235,7 +235,7 @@ class Plan:
         if settings.is_rounded:
             written = _packed(student, specs, jnp.bfloat16)
         if settings.rank is not None:
-            adapters = jax.eval_shape(lambda: init_adapters(student, jax.random.key(0), settings.rank))
+            adapters = jax.eval_shape(partial(init_adapters, student, rank=settings.rank), jax.random.key(0))
             trainable, base = split(_stacked(student, _packed(student, specs, self.dtype) | adapters), settings)
             frozen, written = (base, frozen), written | adapters
         if matching := make_matching(settings, student, self.teacher):

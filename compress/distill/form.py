@@ -14,7 +14,7 @@ from compress.quantize.rtn import fake_quantize
 from compress.settings import Common
 from compress.train.step import LossFn
 from export.peft import SCALINGS, Adapters
-from export.quantized import QuantSpec, Weights
+from export.quantized import QuantSpec
 
 
 def spec_of(settings: Distill) -> QuantSpec:
@@ -80,9 +80,9 @@ def round_linears(stacked: Stacked, spec: QuantSpec) -> Stacked:
 
 def joined(student: Model, trained: Stacked, settings: Distill) -> Model:
     """The model that training ends in, of a `parts_of` and what has trained of it."""
-    weights: Weights = to_host(unstack(student.config, trained))
+    weights = to_host(unstack(student.config, trained))
     if settings.rank is not None:
-        about = {"base": settings.student, "scaling": settings.scaling}
-        return dataclasses.replace(student, adapters=Adapters(weights, settings.rank, settings.lora_alpha, **about))
+        kept = Adapters(weights, settings.rank, settings.lora_alpha, base=settings.student, scaling=settings.scaling)
+        return dataclasses.replace(student, adapters=kept)
     model = dataclasses.replace(student, weights=weights)
     return packed_base(model, spec_of(settings)) if settings.landing == "fake_quantize" else model
