@@ -397,7 +397,7 @@ class Plan:
         self,
         loss: LossFn,
         trainable: Stacked,
-        frozen: Stacked | None,
+        frozen: Any,
         batch: Any,
         settings: Distill | Align,
         checks: Any = None,
