@@ -57,7 +57,7 @@ def run(settings: Distill, common: Common) -> dict[str, Any]:
     with shared_folder(common.out, common.force) as folder:
         outline = without_weights(settings.teacher)
         config = student_architecture(settings.student, outline.config)  # what it refuses, it refuses early
-        if settings.is_rounded:
+        if settings.landing != "none" and settings.rank is None:  # a base may be packed already, in groups of its own
             require_fit(config, settings.group_size)
         options = {"columns": common.data.columns, "bad_rows": common.data.bad_rows}
         rows, valid = training_and_held_out(settings.data, settings.valid, **options)
