@@ -21,6 +21,7 @@ from compress.models.linear import Linear, RMSNorm
 # The score of a key that the mask hides.
 MASKED = float(np.finfo(np.float32).min)
 ATTENDED = "attended"
+BLOCKS, LEAST_BLOCK, ROUND = 8, 128, 16  # of queries: how many at most, how long at least, and a multiple of what
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["keys", "values", "start"], meta_fields=[])
@@ -132,14 +133,37 @@ def attend(
     return _attend(q, k, v, mask, scale, softcap)[0]
 
 
-def _attend(q, k, v, mask, scale, softcap) -> tuple[Float[Array, "B T H E"], Float[Array, "B K GT"]]:
+def query_blocks(time: int, keys: int) -> list[tuple[int, int, int]]:
+    """Blocks of queries, each its first, the one past its last, and how many keys it may see.
+
+    Where keys are the queries' own tokens, none sees what comes after it in its row, whatever else the mask hides.
+    """
+    if time != keys:
+        return [(0, time, keys)]
+    count = min(BLOCKS, max(1, time // LEAST_BLOCK))
+    size = -(-time // (ROUND * count)) * ROUND
+    ends = [*range(size, time, size), time]
+    return [(start, end, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _attend_block(q, k, v, mask, scale, softcap) -> tuple[Float[Array, "B T H E"], Float[Array, "B K G T"]]:
     scores = attention_scores(q, k, mask, scale=scale, softcap=softcap)
     most = scores.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scores - most).reshape(len(k), k.shape[2], -1, k.shape[1])
+    weights = jnp.exp(scores - most)
     total = weights.sum(axis=-1)
-    sums = jnp.einsum("bkrs,bske->bkre", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    seen = by_head(sums / total[..., None], q.shape[1]).astype(v.dtype)
-    return seen, jnp.log(total) + most.reshape(total.shape)
+    rows = weights.reshape(len(k), k.shape[2], -1, k.shape[1]).astype(v.dtype)
+    sums = jnp.einsum("bkrs,bske->bkre", rows, v, preferred_element_type=jnp.float32)
+    seen = by_head(sums / total.reshape(*sums.shape[:3], 1), q.shape[1]).astype(v.dtype)
+    return seen, jnp.log(total) + most[..., 0]
+
+
+def _attend(q, k, v, mask, scale, softcap) -> tuple[Float[Array, "B T H E"], Float[Array, "B K G T"]]:
+    parts = [
+        _attend_block(q[:, start:end], k[:, :keys], v[:, :keys], mask[:, start:end, :keys], scale, softcap)
+        for start, end, keys in query_blocks(q.shape[1], k.shape[1])
+    ]
+    seen, log_totals = zip(*parts, strict=True)
+    return jnp.concatenate(seen, axis=1), jnp.concatenate(log_totals, axis=-1)
 
 
 def _attend_forward(q, k, v, mask, scale, softcap):
@@ -149,21 +173,31 @@ def _attend_forward(q, k, v, mask, scale, softcap):
 
 def _attend_backward(scale, softcap, kept, d_seen):
     q, k, v, mask, seen, log_total = kept
+    inner = (seen.astype(jnp.float32) * d_seen.astype(jnp.float32)).sum(axis=-1)
+    d_q, d_k, d_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for start, end, keys in query_blocks(q.shape[1], k.shape[1]):
+        at = np.s_[:, start:end]
+        parts = q[at], k[:, :keys], v[:, :keys], mask[*at, :keys], inner[at], log_total[..., start:end], d_seen[at]
+        of_q, of_k, of_v = _attend_block_backward(scale, softcap, *parts)
+        d_q.append(of_q)
+        d_k, d_v = d_k.at[:, :keys].add(of_k), d_v.at[:, :keys].add(of_v)
+    return jnp.concatenate(d_q, axis=1).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+def _attend_block_backward(scale, softcap, q, k, v, mask, inner, log_total, d_seen):
     time, kv_heads = q.shape[1], k.shape[2]
-    scores = attention_scores(q, k, mask, scale=scale, softcap=softcap).reshape(*log_total.shape, -1)
-    weights = jnp.exp(scores - log_total[..., None])
+    scores = attention_scores(q, k, mask, scale=scale, softcap=softcap)
+    weights = jnp.exp(scores - log_total[..., None]).reshape(len(k), kv_heads, -1, k.shape[1])
     rows, d_rows = by_group(q, kv_heads), by_group(d_seen, kv_heads)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     d_v = product("bkrs,bkre->bske", weights.astype(v.dtype), d_rows)
     d_weights = product("bkre,bske->bkrs", d_rows, v)
-    inner = (by_group(seen, kv_heads).astype(jnp.float32) * d_rows.astype(jnp.float32)).sum(axis=-1, keepdims=True)
-    d_scores = weights * (d_weights - inner)
+    d_scores = weights * (d_weights - by_group(inner[..., None], kv_heads))
     if softcap is not None:
-        d_scores *= jnp.where(weights > 0, 1 - jnp.square(scores / softcap), 0)
+        d_scores *= jnp.where(weights > 0, 1 - jnp.square(scores.reshape(weights.shape) / softcap), 0)
     d_scores = (d_scores * scale).astype(q.dtype)
     d_q = by_head(product("bkrs,bske->bkre", d_scores, k), time)
-    d_k = product("bkrs,bkre->bske", d_scores, rows)
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    return d_q, product("bkrs,bkre->bske", d_scores, rows), d_v
 
 
 attend.defvjp(_attend_forward, _attend_backward)
