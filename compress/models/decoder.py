@@ -173,16 +173,30 @@ class View(NamedTuple):
     segments: Int[Array | np.ndarray, "B T"] | None = None
 
 
+def rotation(
+    positions: Int[Array | np.ndarray, "B T"], frequencies: Float[Array | np.ndarray, "*U F"]
+) -> tuple[Float[Array, "*U B T F"], Float[Array, "*U B T F"]]:
+    """Cosines and sines of the rotary angles."""
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies)[..., None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
 def run_block(config: DecoderConfig, weights: dict, x, data, view, cache=None) -> tuple[nnx.Module, tuple]:
     """Run one layer: `data` is its (frequencies, window), `view` a `View` or the tuple of one."""
     frequencies, window = data
-    positions, key_positions, mask, segments = View(*view)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    view = View(*view)
+    return run_rotated(config, weights, x, rotation(view.positions, frequencies), window, view, cache)
+
+
+def run_rotated(
+    config: DecoderConfig, weights: dict, x, rotated, window, view: View, cache=None
+) -> tuple[nnx.Module, tuple]:
+    """`run_block` with its `rotation` at hand."""
+    positions, key_positions, mask, segments = view
     near = positions[:, :, None] - key_positions[:, None, :] < window
     segments = None if any(config.windows) else segments
-    sight = Sight(jnp.cos(angles), jnp.sin(angles), mask & near, segments, cache)
     block = bind(config.block(), weights)
-    return block, block(x, sight)
+    return block, block(x, Sight(*rotated, mask & near, segments, cache))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,12 +221,18 @@ def run_layers(
     tap's layers, in their order; that of other layers is never kept.
     """
     frequencies, windows = layer_data(config)
+    # Once for all layers that turn alike: in each, XLA on a CPU would take a cosine anew for every head.
+    distinct, kinds = np.unique(frequencies, axis=0, return_inverse=True)
+    view = View(*view)
+    rotations = rotation(view.positions, distinct)
     kept_layers = () if tap is None else tap.layers
     slots = np.full(config.num_hidden_layers, len(kept_layers), np.int32)  # past the end: not kept
     slots[list(kept_layers)] = np.arange(len(kept_layers))
 
     def layer(x, weights, data, cache):
-        block, (x, cache) = run_block(config, weights, x, data, view, cache)
+        kind, window = data
+        rotated = jax.tree.map(lambda table: table[kind], rotations)
+        block, (x, cache) = run_rotated(config, weights, x, rotated, window, view, cache)
         return by_rows(x), cache, None if tap is None else tap.read(block, x)
 
     kept_of_a_block = jax.checkpoint_policies.save_only_these_names(ATTENDED)
@@ -227,7 +247,7 @@ def run_layers(
     def slices(segment, first):
         at = slice(first, first + depth(segment))
         cache = None if caches is None else jax.tree.map(lambda leaf: leaf[at], caches)
-        return segment, (frequencies[at], windows[at]), cache, slots[at]
+        return segment, (kinds[at].astype(np.int32), windows[at]), cache, slots[at]
 
     kept = None
     if tap is not None:
