@@ -63,7 +63,7 @@ def run(settings: CacheTeacher, common: Common) -> dict[str, Any]:
     if settings.logits is not None:
         return from_logits(settings, common)
     if not settings.data:
-        raise RecipeError("give data, for the teacher to read, or logits, of one that has read it")
+        raise RecipeError("--data is missing: text for the teacher to read; or --logits, of one that has read it")
     teacher = load(settings.teacher).merged().dequantized()
     vocabulary = teacher.config.vocab_size
     most = targets_of_a_shard(settings.top_k, vocabulary)
