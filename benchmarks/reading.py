@@ -14,8 +14,8 @@ from pathlib import Path
 
 from compress.data.batches import BUFFER, Batches
 from compress.data.rows import Rows
+from compress.machine import resident_bytes
 from compress.models.folder import load
-from compress.plan import resident_bytes
 
 QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart"
 

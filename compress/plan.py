@@ -11,9 +11,6 @@ Letters: P parameters, B rows of a batch, T tokens of a row, D model, V vocabula
 
 import dataclasses
 import math
-import os
-import shutil
-import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -37,6 +34,7 @@ from compress.distill.settings import CacheTeacher, Distill
 from compress.distill.strategies import make_matching
 from compress.distill.student import read_cut, student_architecture
 from compress.evaluate import CHUNK, scoring_mesh, windows_at_once
+from compress.machine import free_device_memory, free_disk, free_memory, matmul_rate, resident_bytes
 from compress.models.config import DecoderConfig
 from compress.models.decoder import (
     Stacked,
@@ -69,11 +67,7 @@ from export.untrusted import read_object
 
 GB = 1e9
 BYTES_PER_TOKEN = 4  # of a data file; English text has four to five
-LEFT_BEHIND = (
-    150_000_000  # bytes of RAM that a stage leaves to those after it, as compiled programs; so the quickstart's do
-)
-PROBE_SECONDS = 0.3
-PROBE_ROWS = 2048
+LEFT_BEHIND = 150_000_000  # bytes of RAM, of programs, that a stage leaves to those after it; so the quickstart's do
 MISFIT = 1  # exit code
 
 shape_of = jax.ShapeDtypeStruct
@@ -147,8 +141,9 @@ class Plan:
             self.first = architecture(self.settings[self.stages[0]].model)
         # What this process holds already is part of what a stage takes.
         self.memory, self.device_memory = free_memory() + resident_bytes(), free_device_memory()
-        self.disk = shutil.disk_usage(next(path for path in self.folder.absolute().parents if path.exists())).free
-        self.rate = matmul_rate(self.teacher or self.first, self.dtype)
+        self.disk = free_disk(self.folder)
+        largest = self.teacher or self.first
+        self.rate = matmul_rate(largest.hidden_size, largest.intermediate_size, self.dtype)
 
     def need(self, name: str, **changes: Any) -> Need:
         """What a stage takes, with some of its settings changed."""
@@ -497,48 +492,6 @@ def checkpoint_bytes(trainable: Any) -> int:
 def buffer_bytes(paths: Iterable[Path]) -> int:
     """Bytes of a training stage's buffer of examples: an int32 and a bool a token."""
     return 5 * min(BUFFER, tokens_in(paths))
-
-
-def resident_bytes() -> int:
-    """Bytes of RAM that this process holds; 0 where the system has no /proc."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
-def free_memory() -> int:
-    """Bytes of RAM that this process may still take: the machine's, or its control group's where that has less."""
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) << 10
-    except OSError:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        return min(free, limit - used)
-    except (OSError, ValueError):  # no control group, or one without a limit ("max")
-        return free
-
-
-def free_device_memory() -> int | None:
-    """Bytes that JAX may take of an accelerator; None where the device is the CPU."""
-    stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
-    return stats["bytes_limit"] - stats["bytes_in_use"] if stats else None
-
-
-def matmul_rate(config: DecoderConfig, dtype: Any) -> float:
-    """Operations a second of a product as large as this model's are, timed for PROBE_SECONDS."""
-    x = jnp.ones((PROBE_ROWS, config.hidden_size), dtype)
-    w = jnp.ones((config.hidden_size, config.intermediate_size), dtype)
-    product = jax.jit(jnp.matmul)
-    product(x, w).block_until_ready()
-    count, began = 0, time.perf_counter()
-    while (took := time.perf_counter() - began) < PROBE_SECONDS:
-        product(x, w).block_until_ready()
-        count += 1
-    return 2.0 * x.size * w.shape[1] * count / took
 
 
 def _floats(config: DecoderConfig, dtype: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ FLOORS = [
     {"distill"},
     {"quantize"},
     {"train", "generate"},
-    {"models", "data", "device"},
+    {"models", "data", "device", "machine"},
     {"tokenizer", "chat_template", "sentencepiece_model", "settings", "locate", "display", "record"}
     | {"recipe", "keys", "progress", "log", "errors", "__init__"},
 ]

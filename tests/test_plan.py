@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from compress import cli, plan
+from compress import cli, machine, plan
 from compress.distill.student import make_student, student_architecture
 from compress.models import read_config
 from compress.models.decoder import hidden_states, linears, logits, stack
@@ -82,8 +82,8 @@ def test_what_alignment_holds_depends_on_remat(world, capsys, monkeypatch):
 def test_a_full_disk_is_told(world, capsys, monkeypatch):
     for name in STAGES:
         monkeypatch.setattr(plan.Plan, name, lambda self, settings: plan.Need(0, 0, 2 * 10**9, 0.0))
-    usage = plan.shutil.disk_usage(world)
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: usage._replace(free=7 * 10**9))
+    usage = machine.shutil.disk_usage(world)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage._replace(free=7 * 10**9))
     code, found = run_plan(world, capsys)
     assert code == 1
     assert found["change"] == {"disk": "free 3 GB, or give --out a place on another disk"}
@@ -158,10 +158,10 @@ def test_the_student_has_the_depth_of_its_cut(world, student):
 def test_free_memory_is_that_of_the_control_group_where_it_is_less(tmp_path, monkeypatch):
     files = {"/proc/meminfo": "MemTotal: 8 kB\nMemAvailable: 4 kB\n", "/sys/fs/cgroup/memory.max": "max\n"}
     files["/sys/fs/cgroup/memory.current"] = "1024\n"
-    monkeypatch.setattr(plan.Path, "read_text", lambda self: files[str(self)])
-    assert plan.free_memory() == 4096
+    monkeypatch.setattr(machine.Path, "read_text", lambda self: files[str(self)])
+    assert machine.free_memory() == 4096
     files["/sys/fs/cgroup/memory.max"] = "3072\n"
-    assert plan.free_memory() == 2048
+    assert machine.free_memory() == 2048
 
 
 def test_a_table_and_no_force(world, capsys):
