@@ -71,9 +71,10 @@ class Key:
 
 
 def keys(schema: type) -> dict[str, Key]:
-    """The keys of a settings dataclass by name, in order."""
-    hints = typing.get_type_hints(schema)
-    return {field.name: Key(field.name, hints[field.name], field) for field in dataclasses.fields(schema)}
+    """The keys of a settings dataclass by name, in order: its own, then those that it inherits."""
+    hints, inherited = typing.get_type_hints(schema), typing.get_type_hints(schema.__bases__[0])
+    fields = sorted(dataclasses.fields(schema), key=lambda field: field.name in inherited)
+    return {field.name: Key(field.name, hints[field.name], field) for field in fields}
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:

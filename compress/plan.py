@@ -61,6 +61,7 @@ from compress.settings import Common, Eval, Export
 from compress.train.checkpoints import KEEP
 from compress.train.course import VALIDATION_BATCHES, mesh_of_devices
 from compress.train.mesh import batch_sharding, on_mesh, rows_across, weight_shardings
+from compress.train.settings import Training
 from compress.train.step import FitSettings, LossFn, make_step
 from export.quantized import PackedTensor, QuantizedTensor, QuantSpec
 from export.untrusted import read_object
@@ -173,7 +174,7 @@ class Plan:
     def cure(self, name: str) -> str:
         """What to change where a stage does not fit: the most rows at once that do, if any do."""
         settings = self.settings[name]
-        if not isinstance(settings, Distill | Align):
+        if not isinstance(settings, Training):
             key = {"cache_teacher": "per_device_batch", "quantize": "calibration_tokens", "eval": "window"}.get(name)
             return f"lower {key}, or take a smaller model" if key else "take a smaller model"
         share = settings.global_batch // rows_across(self.mesh)
@@ -394,7 +395,7 @@ class Plan:
         trainable: Stacked,
         frozen: Any,
         batch: Any,
-        settings: Distill | Align,
+        settings: Training,
         checks: Any = None,
     ) -> int:
         """Bytes of a step, or of a validation on `checks` (or `batch`) beside AdamW's state, whichever is more."""

@@ -62,7 +62,8 @@ def load(
 
 def to_dict(settings: Any) -> dict[str, Any]:
     """The settings as TOML and JSON can hold them: no None, paths as text, absent tables left out."""
-    return plain(dataclasses.asdict(settings))
+    values = {name: getattr(settings, name) for name in keys(type(settings))}
+    return plain({name: to_dict(value) if dataclasses.is_dataclass(value) else value for name, value in values.items()})
 
 
 def to_toml(settings: Any) -> str:

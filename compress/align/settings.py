@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from compress.errors import RecipeError
 from compress.quantize.settings import require_nf4_form
+from compress.train.settings import Training
 
 # The keys that are a method's own, and their defaults; `compress.align.preference` has the formulas.
 OWN: dict[str, dict[str, Any]] = {
@@ -22,8 +23,8 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Align:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Align(Training):
     """Train low-rank adapters on a frozen 4-bit base, on completions (sft) or on preferences (all other methods)."""
 
     data: tuple[Path, ...] = field(
@@ -96,45 +97,15 @@ class Align:
     )
     bits: Literal[4, 8] = field(default=4, metadata={"help": "Bits of the base's weights."})
     group_size: int = field(default=64, metadata={"help": "Inputs that share a scale in the base.", "min": 2})
-    sequence_length: int = field(default=512, metadata={"help": "Tokens in a row.", "min": 2, "max": 2**20})
     max_prompt: int | None = field(
         default=None,
         metadata={"help": "Tokens kept of a prompt, its last ones; half the sequence length if not given.", "min": 1},
     )
     global_batch: int = field(default=8, metadata={"help": "Rows or pairs in an optimizer step.", "min": 1})
-    per_device_batch: int | None = field(
-        default=None,
-        metadata={"help": "Rows that a device holds at once; all of its share if not given.", "min": 1, "layout": True},
-    )
-    steps: int | None = field(default=None, metadata={"help": "Optimizer steps; instead of epochs.", "min": 1})
-    epochs: float | None = field(
-        default=None, metadata={"help": "Passes over the data; 1 if steps are not given either.", "above": 0}
-    )
     learning_rate: float = field(default=1e-5, metadata={"help": "Peak of the cosine schedule.", "above": 0})
-    warmup: int = field(default=100, metadata={"help": "Steps to the peak.", "min": 0})
-    weight_decay: float = field(default=0.01, metadata={"help": "AdamW's.", "min": 0})
-    max_grad_norm: float = field(
-        default=10.0, metadata={"help": "Gradient norm above which the gradient is scaled down to it.", "above": 0}
-    )
-    valid_every: int = field(default=100, metadata={"help": "Steps between validations.", "min": 1})
-    save_every: int = field(
-        default=100, metadata={"help": "Steps between checkpoints; no effect on the result.", "min": 1, "layout": True}
-    )
-    rebound: float = field(
-        default=0.05,
-        metadata={"help": "Rise of the loss that brings back a checkpoint; 0 is never.", "min": 0},
-    )
-    remat: bool = field(
-        default=True,
-        metadata={
-            "help": "Compute a block's insides again in the backward pass: far less memory, more time.",
-            "layout": True,
-        },
-    )
 
     def __post_init__(self):
-        if self.steps is not None and self.epochs is not None:
-            raise RecipeError("steps and epochs are both given; keep one of them")
+        super().__post_init__()
         for key in ("beta", "label_smoothing", "margin", "reference_free"):
             value = getattr(self, key)
             if key not in OWN[self.method] and value is not None and value is not False:

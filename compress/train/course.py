@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -17,75 +17,46 @@ from compress.record import VERSION, contents_of
 from compress.settings import Common, MeshShape
 from compress.train.checkpoints import Checkpoints
 from compress.train.mesh import make_mesh, on_mesh, place_rows, rows_across
+from compress.train.settings import Training
 from compress.train.step import FitSettings, LossFn, mean_of, split_rows
 from compress.train.trace import Trace, tell
 
 VALIDATION_BATCHES = 16
 
 
-@runtime_checkable
-class Course(Protocol):
-    """The settings that training stages share."""
-
-    @property
-    def steps(self) -> int | None: ...
-    @property
-    def epochs(self) -> float | None: ...
-    @property
-    def learning_rate(self) -> float | None: ...
-    @property
-    def warmup(self) -> int: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def max_grad_norm(self) -> float: ...
-    @property
-    def sequence_length(self) -> int: ...
-    @property
-    def global_batch(self) -> int: ...
-    @property
-    def per_device_batch(self) -> int | None: ...
-    @property
-    def valid_every(self) -> int: ...
-    @property
-    def save_every(self) -> int: ...
-    @property
-    def rebound(self) -> float: ...
-
-
-def fit_settings(course: Course, batches: Batches, seed: int, mesh: Mesh | None) -> FitSettings:
+def fit_settings(settings: Training, batches: Batches, seed: int, mesh: Mesh | None) -> FitSettings:
     """The settings of `fit`, with epochs turned into steps.
 
     Raises:
       RecipeError: the global batch does not divide over the mesh.
     """
-    assert course.learning_rate is not None
-    steps = course.steps or max(1, math.ceil((course.epochs or 1) * batches.steps_per_epoch()))
-    settings = FitSettings(
+    assert settings.learning_rate is not None
+    steps = settings.steps or max(1, math.ceil((settings.epochs or 1) * batches.steps_per_epoch()))
+    fit = FitSettings(
         steps=steps,
-        learning_rate=course.learning_rate,
-        warmup_steps=course.warmup,
-        weight_decay=course.weight_decay,
-        max_grad_norm=course.max_grad_norm,
-        global_batch=course.global_batch,
-        per_device_batch=course.per_device_batch,
-        validate_every=course.valid_every,
-        save_every=course.save_every,
-        rebound=course.rebound,
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        global_batch=settings.global_batch,
+        per_device_batch=settings.per_device_batch,
+        validate_every=settings.valid_every,
+        save_every=settings.save_every,
+        rebound=settings.rebound,
         seed=seed,
     )
-    split_rows(settings, rows_across(mesh))
-    return settings
+    split_rows(fit, rows_across(mesh))
+    return fit
 
 
-def held_out(make: Callable[..., Batches], course: Course) -> list[Any]:
+def held_out(make: Callable[..., Batches], settings: Training) -> list[Any]:
     """The first batches of one pass over held-out data, kept for every validation; the rest of it is not read.
 
     Args:
       make: makes batches of the held-out rows with the keywords of `Batches`.
     """
     # A pair fills two rows at most, so this many tokens always make the batches.
-    enough = 2 * VALIDATION_BATCHES * course.global_batch * course.sequence_length
+    enough = 2 * VALIDATION_BATCHES * settings.global_batch * settings.sequence_length
     kept = list(itertools.islice(make(epochs=1, shuffle=False, buffer=enough), VALIDATION_BATCHES))
     if not kept:
         raise DataError("no held-out rows to validate on; give more data, or a file of them with --valid")
@@ -121,7 +92,7 @@ def validator(
     return validate
 
 
-def open_checkpoints(settings: Any, common: Common) -> Checkpoints:
+def open_checkpoints(settings: Training, common: Common) -> Checkpoints:
     """The checkpoints of a stage with these settings, in a folder beside its output that is named after it.
 
     Raises:
