@@ -10,7 +10,7 @@ from compress import cli, log
 from compress.keys import keys
 from compress.progress import Progress
 from compress.settings import Log
-from compress.train.course import reporter, validation_reporter
+from compress.train.course import tellers
 from tests import tiny_run
 
 
@@ -18,8 +18,9 @@ def test_a_step_and_a_validation_reach_every_sink_under_the_stage_s_name(capsys)
     told = []
     progress = Progress(quiet=True)
     progress.sinks = [lambda *said: told.append(said)] * 2
-    reporter(progress, "align (dpo)", 9)(3, {"step": 3.0, "loss": 0.5, "margin": 0.1, "count": 8.0, "seconds": 2.0})
-    validation_reporter(progress, "align (dpo)")({"step": 4.0, "loss": 0.4})
+    tell = tellers(progress, "align (dpo)", 9)
+    tell["on_step"](3, {"step": 3.0, "loss": 0.5, "margin": 0.1, "count": 8.0, "seconds": 2.0})
+    tell["on_validation"]({"step": 4.0, "loss": 0.4})
     step = ("align", 3, {"loss": 0.5, "margin": 0.1, "count": 8.0, "seconds": 2.0})
     assert told == [step] * 2 + [("align", 4, {"validation/loss": 0.4})] * 2
     assert not any(capsys.readouterr())

@@ -33,10 +33,8 @@ from compress.train.course import (
     held_out,
     mesh_of_devices,
     open_checkpoints,
-    reporter,
-    teller,
+    tellers,
     told_of,
-    validation_reporter,
     validator,
 )
 from compress.train.fit import fit
@@ -162,10 +160,8 @@ class Trainer:
             mesh=self.mesh,
             validate=self.validator(),
             watch=partial(self.watch, stream),
-            on_step=reporter(self.common.progress, stage, plan.steps, counted),
-            on_event=teller(self.common.progress, stage),
-            on_validation=validation_reporter(self.common.progress, stage),
             checkpoints=checkpoints,
+            **tellers(self.common.progress, stage, plan.steps, counted),
         )
         return adapters, trace
 

@@ -32,10 +32,8 @@ from compress.train.course import (
     held_out,
     mesh_of_devices,
     open_checkpoints,
-    reporter,
-    teller,
+    tellers,
     told_of,
-    validation_reporter,
     validator,
 )
 from compress.train.fit import fit
@@ -163,10 +161,8 @@ def distill(
         plan,
         mesh=mesh,
         validate=validator(loss, frozen, checks, mesh),
-        on_step=reporter(common.progress, "distill", plan.steps),
-        on_event=teller(common.progress, "distill"),
-        on_validation=validation_reporter(common.progress, "distill"),
         checkpoints=checkpoints,
+        **tellers(common.progress, "distill", plan.steps),
     )
     trained, _ = partition(trained, lambda name: name != PROJECTION)
     ended = [row["ended"] for row in trace.steps if "ended" in row]

@@ -126,36 +126,26 @@ def told_of(trace: Trace, level: float | None) -> dict[str, Any]:
     }
 
 
-def teller(progress: Progress, stage: str) -> Callable[[dict[str, Any]], None]:
-    """Says what the guards did; a run that goes on where it was is no warning."""
+def tellers(progress: Progress, stage: str, steps: int, counted: str = "tokens") -> dict[str, Any]:
+    """The keywords of `fit` that tell of a stage: each step's loss and speed, each validation, what the guards did.
 
-    def on_event(event: dict[str, Any]) -> None:
-        if event["event"] == "resumed":
-            progress.say(f"{stage}: goes on from step {event['step']}")
-        else:
-            progress.warn(f"{stage}, step {event['step']}: {tell(event)}")
-
-    return on_event
-
-
-def reporter(
-    progress: Progress, stage: str, steps: int, counted: str = "tokens"
-) -> Callable[[int, dict[str, float]], None]:
-    """Shows each step's loss and speed; `counted` names what the loss is a mean over."""
+    Args:
+      counted: what the loss is a mean over.
+    """
 
     def on_step(step: int, row: dict[str, float]) -> None:
         speed = row["count"] / row["seconds"] if row["seconds"] else 0.0
         progress(stage, step, steps, loss=row["loss"], **{f"{counted}_per_second": speed})
         progress.log(stage, step, {name: value for name, value in row.items() if name != "step"})
 
-    return on_step
-
-
-def validation_reporter(progress: Progress, stage: str) -> Callable[[dict[str, float]], None]:
-    """Sends each validation's figures to the sinks."""
-
     def on_validation(row: dict[str, float]) -> None:
         figures = {f"validation/{name}": value for name, value in row.items() if name != "step"}
         progress.log(stage, int(row["step"]), figures)
 
-    return on_validation
+    def on_event(event: dict[str, Any]) -> None:
+        if event["event"] == "resumed":  # a run that goes on where it was is no warning
+            progress.say(f"{stage}: goes on from step {event['step']}")
+        else:
+            progress.warn(f"{stage}, step {event['step']}: {tell(event)}")
+
+    return {"on_step": on_step, "on_validation": on_validation, "on_event": on_event}
