@@ -6,16 +6,14 @@ Letters: L stacked layers (or none), O outputs, I inputs, G groups or blocks of 
 """
 
 import dataclasses
-from collections.abc import Iterable
 from statistics import NormalDist
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from export.errors import ArtifactError
+from export.pytree import register
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,28 +159,11 @@ def nf4_scales(
     return library.asarray(SCALE_LEVELS)[codes] * largest.reshape(codes.shape) + mean[..., None, None]
 
 
-def _register(kind: type, arrays: tuple[str, ...], static: tuple[str, ...] = ()) -> None:
-    """Make a pytree of a packed tensor."""
-
-    def flatten(tensor: Any) -> tuple[tuple, tuple]:
-        leaves = tuple((jax.tree_util.GetAttrKey(name), getattr(tensor, name)) for name in arrays)
-        return leaves, tuple(getattr(tensor, name) for name in static)
-
-    def unflatten(fixed: tuple, leaves: Iterable) -> Any:
-        # JAX puts shapes, shardings and bare objects in the leaves' places, so the constructor's checks are passed by.
-        tensor: Any = object.__new__(kind)
-        for name, value in zip((*arrays, *static), (*leaves, *fixed)):
-            object.__setattr__(tensor, name, value)
-        return tensor
-
-    jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
-
-
-_register(QuantizedTensor, ("packed", "scale", "zero"), ("spec",))
-_register(NF4Tensor, ("packed", "scale", "nested", "mean"))
+register(QuantizedTensor, static=("spec",))
+register(NF4Tensor)
 
 PackedTensor = QuantizedTensor | NF4Tensor
-Weights = dict[str, Array | np.ndarray | QuantizedTensor | NF4Tensor]
+Weights = dict[str, Array | np.ndarray | PackedTensor]
 
 
 def pack(codes: UInt8[Array | np.ndarray, "*L I"], bits: int) -> UInt8[Array | np.ndarray, "*L P"]:

@@ -4,12 +4,11 @@ Letters: B rows, T tokens a row.
 """
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int32
+
+from export.pytree import register
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +55,5 @@ class PairBatch:
     beta_scale: Float32[Array | np.ndarray, " B"]
 
 
-def _register(kind: type) -> None:
-    names = [field.name for field in dataclasses.fields(kind)]
-
-    def flatten(batch: Any) -> tuple[tuple, None]:
-        return tuple((jax.tree_util.GetAttrKey(name), getattr(batch, name)) for name in names), None
-
-    def unflatten(_: None, leaves: Iterable) -> Any:
-        # JAX puts shapes, shardings and bare objects in the leaves' places, so the constructor's checks are passed by.
-        batch: Any = object.__new__(kind)
-        for name, value in zip(names, leaves):
-            object.__setattr__(batch, name, value)
-        return batch
-
-    jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
-
-
-_register(Batch)
-_register(PairBatch)
+register(Batch)
+register(PairBatch)
