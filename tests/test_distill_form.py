@@ -23,8 +23,8 @@ from compress.distill.loss import distillation_loss, loss_of
 from compress.distill.settings import Distill
 from compress.distill.student import initial_student, student_architecture
 from compress.errors import RecipeError
-from compress.models import decoder
-from compress.models.folder import load, save
+from compress.models import decoder, read_config
+from compress.models.folder import Model, load, save
 from compress.models.lora import merge_adapters, with_landing
 from compress.progress import Progress
 from compress.quantize.base import packed_base
@@ -231,6 +231,16 @@ def test_a_float_student_is_rounded_before_its_adapters_train(world):
     again = joined(base, adapters, asked)
     assert again.adapters is not None
     jax.tree.map(np.testing.assert_array_equal, again.merged().dequantized().weights, base.dequantized().weights)
+
+
+def test_a_student_in_nf4_does_not_land_on_integers(world):
+    asked = given_to(world, {"rank": 2, "landing": "fake_quantize"})
+    hf = tiny.STUDENT_HF | {"hidden_size": 64, "intermediate_size": 64}
+    config = read_config(hf)
+    student = packed_base(Model(hf, config, draw(decoder.shapes(config), 0), {}), QuantSpec(), "nf4")
+    with pytest.raises(RecipeError, match=r"rounds to integers.*NF4"):
+        parts_of(student, asked, COMMON)
+    assert parts_of(student, dataclasses.replace(asked, landing="none"), COMMON)[0] is student
 
 
 def run(asked: Distill, out: Path, **options) -> dict:

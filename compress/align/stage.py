@@ -19,11 +19,10 @@ from compress.data.batch import Batch, PairBatch
 from compress.data.batches import Batches, PairBatches
 from compress.data.rows import Rows, keep_quarantine
 from compress.data.split import training_and_held_out
-from compress.errors import RecipeError
 from compress.models.decoder import Stacked, partition, stack, unstack
 from compress.models.folder import Model, cast, load, save, to_host
 from compress.models.lora import init_adapters, is_adapter, magnitudes, with_adapters, with_landing
-from compress.quantize.base import is_packed, packed_base
+from compress.quantize.base import packed_base
 from compress.quantize.rtn import fake_quantize
 from compress.record import TRACE
 from compress.settings import Common
@@ -83,15 +82,9 @@ def run(settings: Align, common: Common) -> dict[str, Any]:
 
 
 def quantized_base(model: Model, settings: Align) -> Model:
-    """The frozen base: a quantized model as it is, another one as `settings.base` says.
-
-    Raises:
-      RecipeError: groups that do not divide a layer's inputs, or NF4 where adapters are to land on integers.
-      ArtifactError: a weight is NaN or infinite.
-    """
-    if settings.landing != "none" and (model.is_nf4 or (settings.base == "nf4" and not is_packed(model))):
-        raise RecipeError(f'landing = "{settings.landing}" rounds to integers; leave it out with a base in NF4')
-    return packed_base(model, QuantSpec(bits=settings.bits, group_size=settings.group_size), settings.base)
+    """The frozen base: a quantized model as it is, another one as `settings.base` says; errors as of `packed_base`."""
+    spec = QuantSpec(bits=settings.bits, group_size=settings.group_size)
+    return packed_base(model, spec, settings.base, landing=settings.landing)
 
 
 class Trainer:

@@ -26,12 +26,12 @@ def parts_of(student: Model, settings: Distill, common: Common) -> tuple[Model, 
     """The student as floats, or as a packed base; what of it trains; and what is frozen, which is None or that base.
 
     Raises:
-      RecipeError: the group size does not divide a linear's inputs.
+      RecipeError: groups that do not divide a linear's inputs, or a student in NF4 that is to land on integers.
     """
     if settings.rank is None:
         student = student.dequantized()
         return student, stack(student.config, student.weights), None
-    base = packed_base(student, spec_of(settings))
+    base = packed_base(student, spec_of(settings), landing=settings.landing)
     adapters = init_adapters(base.config, jax.random.key(common.seed), settings.rank)
     return base, *split(stack(base.config, cast(base.weights, common.dtype) | adapters), settings)
 
