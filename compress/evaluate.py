@@ -23,7 +23,7 @@ from compress.models.folder import Model, cast, load
 from compress.models.linear import dense
 from compress.settings import Common, Eval, MeshShape
 from compress.tokenizer import same_tokenizer
-from compress.train.mesh import make_mesh, on_host, on_mesh, place, place_rows, replicated, rows_across
+from compress.train.mesh import mesh_of_devices, on_host, on_mesh, place, place_rows, replicated, rows_across
 from eval import metrics
 from eval.markdown import to_table
 from eval.quantization_error import SquaredError, tensor_error
@@ -191,7 +191,7 @@ def scoring_mesh(shape: MeshShape) -> Mesh | None:
     """
     # Of several processes the first scores alone, on a device of its own.
     split = shape.fsdp * shape.tensor > 1 and jax.process_count() == 1
-    return make_mesh(shape.data, shape.fsdp, shape.tensor) if split else None
+    return mesh_of_devices(shape) if split else None
 
 
 def windows_at_once(mesh: Mesh | None) -> int:

@@ -59,8 +59,8 @@ from compress.quantize.settings import Quantize
 from compress.schema import Recipe
 from compress.settings import Common, Eval, Export
 from compress.train.checkpoints import KEEP
-from compress.train.course import VALIDATION_BATCHES, mesh_of_devices
-from compress.train.mesh import batch_sharding, on_mesh, rows_across, weight_shardings
+from compress.train.course import VALIDATION_BATCHES
+from compress.train.mesh import batch_sharding, mesh_of_devices, on_mesh, rows_across, weight_shardings
 from compress.train.settings import Training
 from compress.train.step import FitSettings, LossFn, make_step
 from export.quantized import PackedTensor, QuantizedTensor, QuantSpec

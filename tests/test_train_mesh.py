@@ -20,9 +20,17 @@ from compress.models import decoder, read_config
 from compress.models.decoder import Stacked
 from compress.settings import MeshShape
 from compress.train.checkpoints import Checkpoints
-from compress.train.course import mesh_of_devices
 from compress.train.fit import fit
-from compress.train.mesh import AXES, batch_sharding, fit_spec, make_mesh, place, place_rows, weight_shardings
+from compress.train.mesh import (
+    AXES,
+    batch_sharding,
+    fit_spec,
+    make_mesh,
+    mesh_of_devices,
+    place,
+    place_rows,
+    weight_shardings,
+)
 from compress.train.step import FitSettings, make_optimizer, make_step
 from export.quantized import QuantizedTensor, QuantSpec
 from tests import tiny_training as tiny

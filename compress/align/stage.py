@@ -30,14 +30,13 @@ from compress.train.checkpoints import Checkpoints
 from compress.train.course import (
     fit_settings,
     held_out,
-    mesh_of_devices,
     open_checkpoints,
     tellers,
     told_of,
     validator,
 )
 from compress.train.fit import fit
-from compress.train.mesh import on_mesh, place, place_rows, replicated
+from compress.train.mesh import mesh_of_devices, on_mesh, place, place_rows, replicated
 from compress.train.processes import shared_folder
 from compress.train.step import mean_of
 from compress.train.trace import Trace

@@ -37,8 +37,7 @@ from compress.models.folder import Model, load, without_weights
 from compress.models.linear import dense
 from compress.record import VERSION, hash_of
 from compress.settings import Common
-from compress.train.course import mesh_of_devices
-from compress.train.mesh import place, place_rows
+from compress.train.mesh import mesh_of_devices, place, place_rows
 from export.atomic import atomic_file, atomic_folder
 from export.errors import ArtifactError
 from export.manifest import write_manifest

@@ -14,9 +14,9 @@ from compress.device import peak_memory
 from compress.errors import DataError
 from compress.progress import Progress
 from compress.record import VERSION, contents_of
-from compress.settings import Common, MeshShape
+from compress.settings import Common
 from compress.train.checkpoints import Checkpoints
-from compress.train.mesh import make_mesh, on_mesh, place_rows, rows_across
+from compress.train.mesh import on_mesh, place_rows, rows_across
 from compress.train.settings import Training
 from compress.train.step import FitSettings, LossFn, mean_of, split_rows
 from compress.train.trace import Trace, tell
@@ -61,16 +61,6 @@ def held_out(make: Callable[..., Batches], settings: Training) -> list[Any]:
     if not kept:
         raise DataError("no held-out rows to validate on; give more data, or a file of them with --valid")
     return kept
-
-
-def mesh_of_devices(shape: MeshShape) -> Mesh | None:
-    """A mesh of that shape over all devices; None where there is one.
-
-    Raises:
-      RecipeError: the shape is for another number of devices.
-    """
-    mesh = make_mesh(shape.data, shape.fsdp, shape.tensor)
-    return mesh if mesh.size > 1 else None
 
 
 def validator(

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from compress.errors import RecipeError
 from compress.models.spread import ROW_AXES
+from compress.settings import MeshShape
 
 AXES = ("data", "fsdp", "tensor")
 # First match wins; the spec is for a weight [O, I]. Whatever matches none is replicated.
@@ -39,6 +40,16 @@ def make_mesh(data: int | None = None, fsdp: int = 1, tensor: int = 1) -> Mesh:
     if min(data, fsdp, tensor) < 1 or data * fsdp * tensor != devices:
         raise RecipeError(f"mesh {data} x {fsdp} x {tensor} (data x fsdp x tensor) does not fit {devices} devices")
     return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def mesh_of_devices(shape: MeshShape) -> Mesh | None:
+    """A mesh of that shape over all devices; None where there is one.
+
+    Raises:
+      RecipeError: the shape is for another number of devices.
+    """
+    mesh = make_mesh(shape.data, shape.fsdp, shape.tensor)
+    return mesh if mesh.size > 1 else None
 
 
 def fit_spec(mesh: Mesh, spec: tuple, shape: tuple[int, ...]) -> PartitionSpec:
