@@ -134,7 +134,7 @@ def one_by_one(config, stacked, batch):
     outputs, maps = [], []
     layers = decoder.split_layers(config, decoder.unstack(config, stacked))[1]
     for data, layer in zip(zip(*decoder.layer_data(config)), layers, strict=True):
-        block, (x, _) = decoder.run_block(config, layer, x, data, (batch.positions, batch.positions, mask))
+        block, (x, _) = decoder.run_block(config, layer, x, data, decoder.View(batch.positions, batch.positions, mask))
         outputs.append(x)
         maps.append(jax.nn.softmax(block.self_attn.scores.get_value()).mean((1, 2)))
     return outputs, maps

@@ -124,9 +124,8 @@ def test_a_layer_s_influence_is_measured_between_its_input_and_its_output():
         x = decoder.embed(cut.config, stacked, batch.tokens, jnp.float32)
         mask = batch.segments[:, :, None] == batch.segments[:, None, :]
         mask &= batch.positions[:, None, :] <= batch.positions[:, :, None]
-        states.append(
-            np.asarray(decoder.run_layers(cut.config, stacked, x, (batch.positions, batch.positions, mask))[0])
-        )
+        view = decoder.View(batch.positions, batch.positions, mask)
+        states.append(np.asarray(decoder.run_layers(cut.config, stacked, x, view)[0]))
     wanted = influence(*states)[batch.segments > 0].mean()
     found = measure(teacher.config, teacher.weights, [batch]).importance["layers"]
     assert found[1] == pytest.approx(wanted, rel=1e-4)

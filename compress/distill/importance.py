@@ -20,10 +20,10 @@ from compress.data.batches import Batches
 from compress.data.split import training_and_held_out
 from compress.distill.settings import Distill
 from compress.errors import DataError
-from compress.models.attention import visible
 from compress.models.config import DecoderConfig
 from compress.models.decoder import EMBEDDING, FINAL_NORM, Stacked, embed, layer_data, run_block, split_layers
 from compress.models.linear import RMSNorm
+from compress.quantize.calibrate import view_of
 from compress.settings import Common
 from compress.tokenizer import Tokenizer
 
@@ -96,9 +96,8 @@ class Measured:
 @partial(jax.jit, static_argnames="config")
 def layer_sums(config: DecoderConfig, weights: dict, x: Float[Array, "B T D"], data, batch: Batch):
     """A layer's output; and sums over real tokens of its importances, and of its normalized channels' squares."""
-    mask = visible(batch.positions, batch.segments, batch.positions, batch.segments)
     block: Any
-    block, (y, _) = run_block(config, weights, x, data, (batch.positions, batch.positions, mask))
+    block, (y, _) = run_block(config, weights, x, data, view_of(batch))
     norms = {name: norm for name, norm in vars(block).items() if isinstance(norm, RMSNorm)}
     squares = {f"{name}.weight": jnp.square(norm.normed.get_value()) for name, norm in norms.items()}
     heads = block.self_attn.o_proj.input.get_value()

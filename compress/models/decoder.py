@@ -181,10 +181,9 @@ def rotation(
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def run_block(config: DecoderConfig, weights: dict, x, data, view, cache=None) -> tuple[nnx.Module, tuple]:
-    """Run one layer: `data` is its (frequencies, window), `view` a `View` or the tuple of one."""
+def run_block(config: DecoderConfig, weights: dict, x, data, view: View, cache=None) -> tuple[nnx.Module, tuple]:
+    """Run one layer: `data` is its (frequencies, window)."""
     frequencies, window = data
-    view = View(*view)
     return run_rotated(config, weights, x, rotation(view.positions, frequencies), window, view, cache)
 
 
@@ -213,7 +212,7 @@ class Tap:
 
 
 def run_layers(
-    config: DecoderConfig, stacked: Stacked, x, view, caches=None, *, remat: bool = False, tap: Tap | None = None
+    config: DecoderConfig, stacked: Stacked, x, view: View, caches=None, *, remat: bool = False, tap: Tap | None = None
 ) -> tuple[Array, Any, Any]:
     """Scan all segments: the output, the caches, and what the tap read.
 
@@ -223,7 +222,6 @@ def run_layers(
     frequencies, windows = layer_data(config)
     # Once for all layers that turn alike: in each, XLA on a CPU would take a cosine anew for every head.
     distinct, kinds = np.unique(frequencies, axis=0, return_inverse=True)
-    view = View(*view)
     rotations = rotation(view.positions, distinct)
     kept_layers = () if tap is None else tap.layers
     slots = np.full(config.num_hidden_layers, len(kept_layers), np.int32)  # past the end: not kept
@@ -369,7 +367,7 @@ def extend(
     put = partial(jax.lax.dynamic_update_slice, start_indices=(0, cache.start))
     key_positions, key_segments = put(cache.positions, positions), put(cache.segments, segments)
     x = embed(config, stacked, tokens, stacked.rest[FINAL_NORM].dtype)
-    view = (positions, key_positions, visible(positions, segments, key_positions, key_segments))
+    view = View(positions, key_positions, visible(positions, segments, key_positions, key_segments))
     starts = jnp.broadcast_to(cache.start, (config.num_hidden_layers,))
     layers = dataclasses.replace(cache.layers, start=starts)
     x, layers, _ = run_layers(config, stacked, x, view, layers)

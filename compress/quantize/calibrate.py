@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from compress.data.batch import Batch
 from compress.models.attention import visible
 from compress.models.config import DecoderConfig
-from compress.models.decoder import EMBEDDING, Stacked, embed, layer_data, run_block, split_layers
+from compress.models.decoder import EMBEDDING, Stacked, View, embed, layer_data, run_block, split_layers
 from compress.quantize.gptq import gram
 from compress.quantize.preflight import spec_of_layers
 from compress.quantize.quantizers import QUANTIZERS, Quantizer
@@ -59,10 +59,10 @@ def capture(config: DecoderConfig, weights: dict, x: Float[Array, "B T D"], data
     return y, grams
 
 
-def view_of(batch: Batch) -> tuple:
+def view_of(batch: Batch) -> View:
     """Positions and mask, as a block wants them."""
     mask = visible(batch.positions, batch.segments, batch.positions, batch.segments)
-    return batch.positions, batch.positions, mask
+    return View(batch.positions, batch.positions, mask)
 
 
 @partial(jax.jit, static_argnames="config")
