@@ -21,7 +21,7 @@ PEERS = Path(__file__).parent / "peers"
 
 
 def ours(steps: int, chunk: int = 128) -> dict[str, float]:
-    """The step that `compress distill` takes by default; `chunk` tokens of the loss at a time."""
+    """A step of `compress distill`, with `chunk` tokens of the loss at a time."""
     import jax
     import jax.numpy as jnp
 

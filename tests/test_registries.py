@@ -36,6 +36,7 @@ def choices(schema: type, name: str) -> set[str]:
         (Distill, "temperature_schedule", {*SCHEDULES}),
         *[(Distill, f"{name}_loss", {*strategy.losses}) for name, strategy in STRATEGIES.items()],
         (Align, "method", {*PREFERENCE_LOSSES, "sft"}),
+        (Distill, "scaling", {*SCALINGS}),
         (Align, "scaling", {*SCALINGS}),
         (Quantize, "method", {*QUANTIZERS}),
         (Align, "base", {name for name, quantizer in QUANTIZERS.items() if not quantizer.calibrated}),

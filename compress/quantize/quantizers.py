@@ -31,8 +31,8 @@ def _gptq(w, spec, *, hessian, **settings):
     return gptq(w, hessian, spec, **settings)
 
 
-def _nf4(w, spec, *, hessian=None, **settings):
-    return nf4(w, **settings)
+def _nf4(w, spec, *, hessian=None):
+    return nf4(w)
 
 
 QUANTIZERS: dict[str, Quantizer] = {
