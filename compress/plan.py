@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from compress.align.loss import loss_of as alignment_loss
 from compress.align.settings import Align
@@ -197,13 +198,10 @@ class Plan:
         """
         assert self.teacher is not None
         teacher, length = self.teacher, settings.sequence_length
-        stacked = _stacked(teacher, _floats(teacher, self.dtype))
-        batch = _batch(settings.per_device_batch * jax.device_count(), length)
+        stacked = _spread(self.mesh, _stacked(teacher, _floats(teacher, self.dtype)))
+        batch = _by_rows(self.mesh, _batch(settings.per_device_batch * jax.device_count(), length))
         tokens = tokens_in(settings.data) + tokens_in(settings.valid)
         written = tokens * bytes_per_target(settings.top_k, teacher.vocab_size)
-        if mesh := self.mesh:
-            stacked = _placed(stacked, weight_shardings(mesh, stacked))
-            batch = _placed(batch, jax.tree.map(lambda _: batch_sharding(mesh), batch))
         return Need(
             device=held(saying(teacher, settings), stacked, batch),
             host=size(_floats(teacher, jnp.float32)) + 2 * min(written, SHARD_BYTES),
@@ -231,7 +229,7 @@ class Plan:
         if settings.is_rounded:
             written = _packed(student, specs, jnp.bfloat16)
         if settings.rank is not None:
-            adapters = jax.eval_shape(partial(init_adapters, student, rank=settings.rank), jax.random.key(0))
+            adapters = _adapters(student, settings.rank)
             trainable, base = split(_stacked(student, _packed(student, specs, self.dtype) | adapters), settings)
             frozen, written = (base, frozen), written | adapters
         if matching := make_matching(settings, student, self.teacher):
@@ -239,13 +237,13 @@ class Plan:
             trainable = dataclasses.replace(trainable, rest=trainable.rest | projections)
         checks = self.cached(batch, cached) if cached else batch
         heaviest = _prompts(settings) if settings.on_policy else checks
-        held = self.training(loss, trainable, frozen, heaviest, settings, checks)
+        device = self.training(loss, trainable, frozen, heaviest, settings, checks)
         ours, theirs = forward_flops(student, length), 0.0 if cached else forward_flops(self.teacher, length)
         steps, validated = self.course(settings)
         tokens = settings.global_batch * length
         buffers = (2 if settings.on_policy else 1) * buffer_bytes(settings.data)
         return Need(
-            device=held + size(trainable),
+            device=device + size(trainable),
             host=(0 if cached else whole) + size(base) + 2 * size(trainable) + buffers,
             loading=whole if cached and read_cut(settings.student, self.teacher) else 0,
             disk=size(written) + checkpoint_bytes(trainable),
@@ -277,7 +275,7 @@ class Plan:
         config, length = self.config(settings), settings.sequence_length
         spec = QuantSpec(bits=settings.bits, group_size=settings.group_size)
         base = _packed(config, dict.fromkeys(linears(config), spec), self.dtype, settings.base)
-        adapters = jax.eval_shape(lambda: init_adapters(config, jax.random.key(0), settings.rank))
+        adapters = _adapters(config, settings.rank)
         adapters |= jax.eval_shape(magnitudes, base, adapters) if settings.dora else {}
         trainable, frozen = partition(_stacked(config, base | adapters), is_adapter)
         scale, rows = settings.alpha / settings.rank, settings.global_batch
@@ -286,11 +284,11 @@ class Plan:
         if settings.method != "sft":
             length, reference = 2 * length, 1
             batch = _shapes(pair_batch_of([], rows, length))
-        held = self.training(loss, trainable, frozen, batch, settings)
+        device = self.training(loss, trainable, frozen, batch, settings, batch)
         steps, checks = self.course(settings)
         tokens, once = rows * length, forward_flops(config, length)
         return Need(
-            device=held + size(trainable),
+            device=device + size(trainable),
             host=size(base) + 2 * size(trainable) + buffer_bytes(settings.data),
             loading=size(_floats(config, jnp.float32)) + size(base),
             disk=size(_packed(config, dict.fromkeys(linears(config), spec), jnp.bfloat16, settings.base))
@@ -340,10 +338,10 @@ class Plan:
     def export(self, settings: Export) -> Need:
         """The model, the one that is read back, and one of them on the device, where their logits are compared."""
         config = self.config(settings)
-        model = self.landed(config, jnp.float32)
+        model, packed = self.landed(config, jnp.float32), size(self.landed(config, jnp.bfloat16))
         written = {
-            "compressed-tensors": size(self.landed(config, jnp.bfloat16)),
-            "bitsandbytes": size(self.landed(config, jnp.bfloat16)),
+            "compressed-tensors": packed,
+            "bitsandbytes": packed,
             "gguf": sum(int(math.prod(v.shape) * gguf_bits(v, settings.gguf_type) / 8) for v in model.values()),
             "safetensors": size(_floats(config, jnp.bfloat16)),
             "orbax": size(model),
@@ -365,11 +363,10 @@ class Plan:
         models += [(other, _floats(other, jnp.float32)) for other in floats]
         mesh, placed = scoring_mesh(self.common.mesh), []
         for other, weights in models:
-            stacked = _stacked(other, _cast(weights, self.dtype))
-            placed.append((other, stacked if mesh is None else _placed(stacked, weight_shardings(mesh, stacked))))
+            placed.append((other, _spread(mesh, _stacked(other, _cast(weights, self.dtype)))))
         largest, stacked = max(placed, key=lambda model: model[0].num_hidden_layers * model[0].hidden_size ** 2)
         at_once = windows_at_once(mesh)
-        tokens = shape_of((at_once, window), jnp.int32, sharding=None if mesh is None else batch_sharding(mesh))
+        tokens = _by_rows(mesh, shape_of((at_once, window), jnp.int32))
         inside = held(jax.jit(on_mesh(mesh, partial(hidden_states, largest))), stacked, tokens) - share(stacked)
         hidden = sum(at_once * window * other.hidden_size * self.dtype.itemsize for other, _ in models)
         logits = sum(CHUNK * other.vocab_size * 4 for other, _ in models)
@@ -390,16 +387,9 @@ class Plan:
         return _floats(config, dtype)
 
     def training(
-        self,
-        loss: LossFn,
-        trainable: Stacked,
-        frozen: Any,
-        batch: Any,
-        settings: Training,
-        checks: Any = None,
+        self, loss: LossFn, trainable: Stacked, frozen: Any, batch: Any, settings: Training, checks: Any
     ) -> int:
-        """Bytes of a step, or of a validation on `checks` (or `batch`) beside AdamW's state, whichever is more."""
-        checks = batch if checks is None else checks
+        """Bytes of a step, or of a validation on `checks` beside AdamW's state, whichever is more."""
         fit = FitSettings(
             steps=1,
             learning_rate=0.0,  # takes no memory, whatever it is
@@ -408,12 +398,9 @@ class Plan:
         )
         step, optimizer = make_step(loss, fit, self.mesh)
         trees = (trainable, jax.eval_shape(optimizer.init, trainable), frozen)
-        if mesh := self.mesh:
-            trees = tuple(_placed(tree, weight_shardings(mesh, tree)) for tree in trees)
-            rows = batch_sharding(mesh)
-            batch, checks = (_placed(tree, jax.tree.map(lambda _: rows, tree)) for tree in (batch, checks))
-        trainable, state, frozen = trees
-        validation = jax.jit(on_mesh(mesh, lambda trainable, frozen, batch: loss(trainable, frozen, batch, None)))
+        trainable, state, frozen = (_spread(self.mesh, tree) for tree in trees)
+        batch, checks = _by_rows(self.mesh, (batch, checks))
+        validation = jax.jit(on_mesh(self.mesh, lambda trainable, frozen, batch: loss(trainable, frozen, batch, None)))
         return max(
             held(step, trainable, state, frozen, batch, shape_of((), jnp.int32), shape_of((), jnp.float32)),
             held(validation, trainable, frozen, checks) + size(state),
@@ -514,8 +501,22 @@ def _stacked(config: DecoderConfig, weights: dict[str, Any]) -> Stacked:
     return jax.eval_shape(partial(stack, config), weights)
 
 
-def _placed(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda leaf, place: shape_of(leaf.shape, leaf.dtype, sharding=place), tree, shardings)
+def _adapters(config: DecoderConfig, rank: int) -> dict[str, Any]:
+    return jax.eval_shape(lambda: init_adapters(config, jax.random.key(0), rank))
+
+
+def _spread(mesh: Mesh | None, tree: Any) -> Any:
+    """The shapes of `place`."""
+    return tree if mesh is None else jax.tree.map(_placed, tree, weight_shardings(mesh, tree))
+
+
+def _by_rows(mesh: Mesh | None, tree: Any) -> Any:
+    """The shapes of `place_rows`."""
+    return tree if mesh is None else jax.tree.map(lambda leaf: _placed(leaf, batch_sharding(mesh)), tree)
+
+
+def _placed(leaf: Any, sharding: Any) -> Any:
+    return shape_of(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _shapes(tree: Any) -> Any:
