@@ -141,7 +141,7 @@ def from_logits(settings: CacheTeacher, common: Common) -> dict[str, Any]:
             "logits": hash_of(settings.logits),
             "version": VERSION,
         }
-        (folder / IDENTITY).write_text(json.dumps(made_from, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_identity(folder, made_from)
         facts = sealed(folder, examples, targets)
     return {"out": str(common.out), "data": str(common.out / ROWS), "shards": shards, **facts}
 
@@ -186,9 +186,14 @@ def open_partial(common: Common, made_from: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for half in folder.glob(".*.tmp"):
         half.unlink()
+    write_identity(folder, made_from)
+    return folder
+
+
+def write_identity(folder: Path, made_from: dict[str, Any]) -> None:
+    """Write what a cache is of, whole or not at all."""
     with atomic_file(folder / IDENTITY, force=True) as temporary:
         temporary.write_text(json.dumps(made_from, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return folder
 
 
 def shard(folder: Path, number: int) -> Path:
