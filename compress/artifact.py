@@ -32,7 +32,7 @@ PROBE_LOGITS = 64
 EXACT, ROUNDED, COARSE = 1e-3, 0.1, 0.5
 FOUR_BITS = ("Q4_0", "Q4_1")
 PACKED = ("compressed-tensors", "bitsandbytes")
-PEFT_BASES = ("compressed-tensors", "bitsandbytes", "safetensors")
+PEFT_BASES = (*PACKED, "safetensors")
 
 
 def export(settings: Export, common: Common) -> dict[str, Any]:

@@ -258,7 +258,7 @@ def _run_stage(name: str, /, **given: Any) -> int:
     recipe = _load(given["recipe"], given, flags)
     settings = getattr(recipe, own)
     for key in keys(table).values():
-        if key.metadata.get("chained") and getattr(settings, key.name) in (None, ()):
+        if key.metadata.get("chained") and getattr(settings, key.name) is None:
             raise click.UsageError(f"{flag_of(key)} is missing: {key.help}")
     if stage.needs_out and given["out"] is None:
         raise click.UsageError(f"--out is missing: the {stage.out} to write")
