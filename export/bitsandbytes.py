@@ -158,14 +158,15 @@ def _loader(stored: LazyWeights, name: str) -> Callable[[], NF4Tensor]:
         raise ArtifactError(f"{', '.join(missing)} missing; scales must be quantized too (bnb_4bit_use_double_quant)")
     state = parse_object(stored[f"{name}{STATE}{NF4}"].tobytes(), f"{name}: quant_state")
     shape, mean = state.get("shape"), state.get("nested_offset")
-    is_matrix = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)
+    is_matrix = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and 0 < n < 1 << 32 for n in shape)
     if not is_matrix or shape[1] % NF4_BLOCK:  # type: ignore[index]
         raise ArtifactError(f"{name}: shape {str(shape)[:40]} must be two sizes, the second a multiple of {NF4_BLOCK}")
     if type(mean) is not float or not abs(mean) <= float(np.finfo(np.float32).max):
         raise ArtifactError(f"{name}: nested_offset {str(mean)[:40]} must be a number of float32")
     found = [state.get(key) for key in ("quant_type", "blocksize", "nested_blocksize")]
     if found != [NF4, NF4_BLOCK, SCALE_BLOCK]:
-        raise ArtifactError(f"{name}: {found} is not read, only {NF4} in blocks of {NF4_BLOCK} and {SCALE_BLOCK}")
+        said = str(found)[:80]
+        raise ArtifactError(f"{name}: {said} is not read, only {NF4} in blocks of {NF4_BLOCK} and {SCALE_BLOCK}")
     outputs, inputs = shape  # type: ignore[misc]
     scales = outputs * inputs // NF4_BLOCK
     sizes = {
