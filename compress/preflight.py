@@ -39,7 +39,7 @@ def preflight(stages: dict[str, Any], data: Data, policy: Path | None) -> None:
     if "distill" in stages and stages["distill"].is_rounded:
         require_fit(config, stages["distill"].group_size)
     if "distill" in stages and "align" in stages:
-        require_fit(config, stages["align"].group_size)
+        require_fit(config, stages["align"].group_size, method=stages["align"].base)
     if "quantize" in stages:
         check_settings(stages["quantize"], config)
 

@@ -12,13 +12,19 @@ from hypothesis import strategies as st
 
 from compress.artifact import require_form
 from compress.errors import RecipeError
+from compress.models import read_config
+from compress.models.folder import Model
 from compress.models.linear import product
-from compress.quantize.nf4 import nf4
+from compress.quantize.base import packed_base
+from compress.quantize.nf4 import SPEC, nf4
+from compress.quantize.preflight import check_settings
 from compress.quantize.quantizers import QUANTIZERS
 from compress.quantize.rtn import rtn
 from compress.quantize.settings import Quantize
 from export.errors import ArtifactError
 from export.quantized import NF4_LEVELS, SCALE_LEVELS, NF4Tensor, QuantSpec, unpack
+from tests.tiny_run import CONFIG
+from tests.tiny_run import weights as drawn
 
 # arXiv:2305.14314, appendix E.
 PUBLISHED = [
@@ -176,3 +182,11 @@ def test_it_is_written_as_itself_or_in_floats(is_nf4, name, gguf_type, said):
 def test_it_has_no_other_form(other):
     with pytest.raises(RecipeError, match="nf4"):
         Quantize(method="nf4", **other)
+
+
+def test_rows_of_no_whole_blocks_are_refused_early_and_no_other_block_is_offered():
+    config, said = read_config(CONFIG), "I = 96.*nf4 has no other blocks; with rtn --group-size 32 fits"
+    with pytest.raises(RecipeError, match=said):
+        check_settings(Quantize(method="nf4"), config)
+    with pytest.raises(RecipeError, match=said):
+        packed_base(Model(CONFIG, config, drawn(), {}), SPEC, "nf4")

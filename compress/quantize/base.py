@@ -29,7 +29,7 @@ def packed_base(model: Model, spec: QuantSpec, method: str = "rtn", *, landing: 
         raise RecipeError(f'landing = "{landing}" rounds to integers; leave it out with a base in NF4')
     if packed:
         return model
-    require_fit(model.config, spec.group_size)
+    require_fit(model.config, spec.group_size, method=method)
     quantize = QUANTIZERS[method].quantize
     made = {name: jax.tree.map(np.asarray, quantize(model.weights[name], spec)) for name in linears(model.config)}
     return dataclasses.replace(model, weights=model.weights | made)

@@ -12,7 +12,7 @@ from export.quantized import QuantSpec, misfits
 SIZES = (256, 128, 64, 32)
 
 
-def require_fit(config: DecoderConfig, group_size: int, *, embedding: bool = False) -> None:
+def require_fit(config: DecoderConfig, group_size: int, *, embedding: bool = False, method: str | None = None) -> None:
     """Every linear's inputs, and the embedding's width if asked, are a multiple of the group size.
 
     Raises:
@@ -23,6 +23,8 @@ def require_fit(config: DecoderConfig, group_size: int, *, embedding: bool = Fal
     if bad:
         fits = next((size for size in SIZES if size < group_size and not misfits(wanted, size)), None)
         cure = f"--group-size {fits} fits all layers" if fits else "no group size of 32 to 256 fits all layers"
+        if method == "nf4":
+            cure = f"nf4 has no other blocks; with rtn {cure}"
         shown = ", ".join(bad[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
         raise RecipeError(f"group_size = {group_size} does not divide the inputs of {shown}; {cure}")
 
@@ -34,6 +36,8 @@ def check_settings(settings: Quantize, config: DecoderConfig) -> None:
       RecipeError: groups that do not divide a layer's inputs, or a method without its calibration data.
     """
     spec = QuantSpec(bits=settings.bits, group_size=settings.group_size, symmetric=settings.symmetric)
+    if settings.method == "nf4":
+        require_fit(config, settings.group_size, method="nf4")
     spec_of_layers(config, spec, settings.fallback_group_size, settings.embedding_bits)
     if QUANTIZERS[settings.method].calibrated and not settings.calibration:
         raise RecipeError(
