@@ -233,6 +233,20 @@ def without(*names):
         (0, lambda t: t.update(mask=t["mask"][:, 1:]), f"mask is int32 [{N}, {T - 1}]"),
         (0, without("logits"), "has input_ids, mask; it needs input_ids, and logits, log_probs or"),
         (0, without("input_ids"), "has logits, mask; it needs"),
+        (0, put(attention_mask=np.ones((N, T), np.int32)), "has attention_mask, input_ids, logits, mask; it needs"),
+        (0, put(temperature=np.float32([2])), "has input_ids, logits, mask, temperature; it needs"),
+        (0, put(**{f"layer.{n}": np.zeros(3) for n in range(99)}), "layer.13, layer.14; it needs"),
+        (0, lambda t: t.update(logits=np.full((N, T, 320), 1e300)), "row 0: NaN or Inf among the logits"),
+        (
+            0,
+            lambda t: t.update(log_probs=t.pop("logits") + 1e4),
+            "row 0: log_probs of a token sum to a probability of inf",
+        ),
+        (
+            0,
+            lambda t: t.update(log_probs=tiny.numpy_log_softmax(t.pop("logits")) - 3),
+            "row 0: log_probs of a token sum to a probability of 0.04979 over the model's vocabulary, below 1",
+        ),
         (0, put(log_probs=np.zeros((N, T, 320), np.float32)), "it needs input_ids, and logits, log_probs or"),
         (0, lambda t: [t.update({n: a[:0]}) for n, a in list(t.items())], "not empty"),
         (

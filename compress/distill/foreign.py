@@ -33,10 +33,10 @@ from compress.distill.buckets import kept
 from compress.distill.cache import LOWEST
 from compress.errors import DataError
 from compress.models.folder import Model
-from export.safetensors import read_file
+from export.safetensors import read_file, shown
 
 WHOLE, TOP = ("logits", "log_probs"), "top_log_probs"
-OVER = 0.01  # by which rounding to float16 may take a sum of probabilities above 1
+ROUNDING = 0.01  # to float16 may take a sum of probabilities so far from 1
 CHUNK = 128  # tokens whose logits are taken at once
 
 
@@ -108,18 +108,28 @@ class ForeignRows:
         if end > self.length:
             raise DataError(f"{end} tokens, but sequence_length = {self.length}; raise it, and that of distill")
         self._check_ids("input_ids", tokens[:end])
-        said = row[self.form.name][targets - 1].astype(np.float32)
+        with np.errstate(over="ignore"):  # Inf is refused
+            said = row[self.form.name][targets - 1].astype(np.float32)
         if np.isnan(said).any() or np.isposinf(said).any():
             raise DataError(f"NaN or Inf among the {self.form.name}")
         if self.form.name != "logits":
-            highest = np.exp(said.astype(np.float64)).sum(axis=1).max()
-            if highest > 1 + OVER:
-                raise DataError(f"{self.form.name} of a token sum to a probability of {highest:.4g}, above 1")
+            self._check_sums(said)
         found = self._top(row["top_ids"][targets - 1], said) if self.form.name == TOP else self._whole(said)
         if not np.isfinite(found[0]).all():
             raise DataError(f"{self.form.name} of a token leave no token possible")
         sample = marked(tokens[:end], mask[:end])
         return Told(sample.tokens, sample.mask, sample.start, found)
+
+    def _check_sums(self, said: Float[np.ndarray, "R V"]) -> None:
+        with np.errstate(over="ignore"):
+            sums = np.exp(said[:, : self.vocabulary].astype(np.float64)).sum(axis=1)
+        if sums.max() > 1 + ROUNDING:
+            raise DataError(f"{self.form.name} of a token sum to a probability of {sums.max():.4g}, above 1")
+        if self.form.name == "log_probs" and sums.min() < 1 - ROUNDING:
+            raise DataError(
+                f"log_probs of a token sum to a probability of {sums.min():.4g} over the model's vocabulary, below 1; "
+                "where some are left out, give top_log_probs"
+            )
 
     def _check_ids(self, name: str, ids: Integer[np.ndarray, "..."]) -> None:
         beyond = ids[(ids < 0) | (ids >= self.vocabulary)]
@@ -153,9 +163,14 @@ def form_of(file: Path, tensors: Mapping[str, np.ndarray]) -> Form:
       DataError: they do not.
     """
     names = [name for name in (*WHOLE, TOP) if name in tensors]
-    if len(names) != 1 or "input_ids" not in tensors or (TOP in names) != ("top_ids" in tensors):
-        there = ", ".join(sorted(tensors)) or "nothing"
-        raise DataError(f"{file}: has {there}; it needs input_ids, and logits, log_probs or top_log_probs and top_ids")
+    needed = {"input_ids", *names, *(("top_ids",) if TOP in names else ())}
+    allowed = needed | {"mask", *(("temperature",) if TOP in names else ())}
+    if len(names) != 1 or not needed <= tensors.keys() <= allowed:
+        there = ", ".join(shown(name) for name in sorted(tensors)[:8]) or "nothing"
+        raise DataError(
+            f"{file}: has {there}; it needs input_ids, and logits, log_probs or top_log_probs and top_ids, and may "
+            "have mask, and beside top_log_probs temperature"
+        )
     rows, said = tensors["input_ids"], tensors[names[0]]
     integers, floats, flags = ("integers", jnp.integer), ("floats", jnp.floating), ("0 or 1", jnp.generic)
     wanted = {
