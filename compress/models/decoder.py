@@ -192,10 +192,11 @@ def run_rotated(
 ) -> tuple[nnx.Module, tuple]:
     """`run_block` with its `rotation` at hand."""
     positions, key_positions, mask, segments = view
+    cos, sin = rotated
     near = positions[:, :, None] - key_positions[:, None, :] < window
     segments = None if any(config.windows) else segments
     block = bind(config.block(), weights)
-    return block, block(x, Sight(*rotated, mask & near, segments, cache))
+    return block, block(x, Sight(cos, sin, mask & near, segments, cache))
 
 
 @dataclasses.dataclass(frozen=True)
