@@ -18,7 +18,10 @@ def tensorboard(folder: Path) -> Sink:
     """Scalars in an event file of a folder, an event a call, on disk when it returns."""
     # Not `SummaryWriter`: that one leaves the writing to a thread, which may not get to the last events.
     files = _module("tensorboardX.event_file_writer", "tensorboard")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, ValueError) as error:
+        raise RecipeError(f"--tensorboard {folder}: no folder can be there ({error}); name another place") from error
     writer = files.EventsWriter(str(folder / "events"))
 
     def log(stage: str, step: int, figures: dict[str, float]) -> None:
@@ -34,7 +37,11 @@ def tensorboard(folder: Path) -> Sink:
 
 def wandb(project: str) -> Sink:
     """Figures of a new run of a project; each stage counts its own steps."""
-    run = _module("wandb", "wandb").init(project=project)
+    package = _module("wandb", "wandb")
+    try:
+        run = package.init(project=project)
+    except package.errors.Error as error:
+        raise RecipeError(f"--wandb {project}: {error}; WANDB_MODE=offline needs no account") from error
     stages: set[str] = set()
 
     def log(stage: str, step: int, figures: dict[str, float]) -> None:
@@ -54,7 +61,7 @@ def open_sinks(log: Log) -> list[Sink]:
     """A sink for each key that is given.
 
     Raises:
-      RecipeError: its package is not installed.
+      RecipeError: its package is not installed, or will not have the place.
     """
     given = {name: getattr(log, name) for name in SINKS}
     return [SINKS[name](place) for name, place in given.items() if place is not None]

@@ -2,11 +2,13 @@
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from compress import cli, log
+from compress.errors import RecipeError
 from compress.keys import keys
 from compress.progress import Progress
 from compress.settings import Log
@@ -52,6 +54,27 @@ def test_weights_and_biases_gets_figures_with_each_stage_s_own_steps(monkeypatch
         sink("distill", step, {"loss": 0.5})
     logged = [{"distill/loss": 0.5, "distill/step": step} for step in (7, 8)]
     assert calls == ["small", ("distill/*", "distill/step"), *logged]
+
+
+def test_a_project_that_weights_and_biases_refuses_is_a_line(monkeypatch):
+    class Refused(Exception):
+        pass
+
+    def init(project):
+        raise Refused("api_key not configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=SimpleNamespace(Error=Refused)))
+    with pytest.raises(RecipeError, match="--wandb small: api_key not configured; WANDB_MODE=offline"):
+        log.open_sinks(Log(wandb="small"))
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/none", "nul\0"])
+def test_a_place_that_can_be_no_folder_is_a_line(tmp_path, monkeypatch, place):
+    pytest.importorskip("tensorboardX")
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(RecipeError, match="no folder can be there .*; name another place"):
+        log.open_sinks(Log(tensorboard=Path(place)))
 
 
 def test_a_distillation_s_event_files_hold_what_its_trace_does(tmp_path, monkeypatch):
