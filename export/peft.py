@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from export.checkpoint import PICKLES, to_numpy
+from export.checkpoint import PICKLES, is_float, to_numpy
 from export.errors import ArtifactError
 from export.safetensors import SINGLE, read_file, read_header, write_file, write_index
 from export.untrusted import read_object
@@ -152,6 +152,8 @@ def _is_number(value: object) -> bool:
 def _check(adapters: Adapters, where: str) -> None:
     problems = [] if adapters.weights else ["no adapters"]
     for name, value in adapters.weights.items():
+        if not is_float(value.dtype):
+            problems.append(f"{name} must be floats, not {value.dtype}")
         linear, _, half = name.rpartition(".")
         if adapters.dora and half == "lora_A" and f"{linear}{MAGNITUDE}" not in adapters.weights:
             problems.append(f"{linear}{MAGNITUDE} missing")

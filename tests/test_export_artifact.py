@@ -88,9 +88,15 @@ def test_every_missing_or_misshaped_half_is_named(tmp_path):
     del weights[f"{first}.lora_B"]
     weights[f"{second}.lora_A"] = np.zeros((3, 12), np.float32)
     weights["stray"] = np.zeros((4, 4), np.float32)
+    weights[f"{second}.lora_B"] = weights[f"{second}.lora_B"].astype(np.int8)
     with pytest.raises(ArtifactError) as caught:
         peft.write(Adapters(weights, 4, 8.0), tmp_path / "out")
-    for part in (f"{first}.lora_B missing", f"{second}.lora_A (3, 12) must have rank 4", "stray is not"):
+    for part in (
+        f"{first}.lora_B missing",
+        f"{second}.lora_A (3, 12) must have rank 4",
+        "stray is not",
+        "lora_B must be floats, not int8",
+    ):
         assert part in str(caught.value)
     assert not (tmp_path / "out").exists()
 
