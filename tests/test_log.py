@@ -73,7 +73,7 @@ def test_a_place_that_can_be_no_folder_is_a_line(tmp_path, monkeypatch, place):
     pytest.importorskip("tensorboardX")
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    with pytest.raises(RecipeError, match="no folder can be there .*; name another place"):
+    with pytest.raises(RecipeError, match=r"no folder can be there .*; name another place"):
         log.open_sinks(Log(tensorboard=Path(place)))
 
 
