@@ -20,7 +20,7 @@ def tensorboard(folder: Path) -> Sink:
     files = _module("tensorboardX.event_file_writer", "tensorboard")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, FileNotFoundError, NotADirectoryError, ValueError) as error:
+    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
         raise RecipeError(f"--tensorboard {folder}: no folder can be there ({error}); name another place") from error
     writer = files.EventsWriter(str(folder / "events"))
 

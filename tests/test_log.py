@@ -68,7 +68,7 @@ def test_a_project_that_weights_and_biases_refuses_is_a_line(monkeypatch):
         log.open_sinks(Log(wandb="small"))
 
 
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/none", "nul\0"])
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/none"])
 def test_a_place_that_can_be_no_folder_is_a_line(tmp_path, monkeypatch, place):
     pytest.importorskip("tensorboardX")
     monkeypatch.chdir(tmp_path)
