@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from functools import partial
 
 import jax
 import numpy as np
@@ -9,12 +10,15 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from compress.align.settings import Align
 from compress.data.batch import CHOSEN, REJECTED
 from compress.data.batches import Batches, PairBatches
 from compress.data.rows import Rows
+from compress.data.split import training_and_held_out
 from compress.data.windows import documents, windows
 from compress.errors import DataError
 from compress.tokenizer import Tokenizer
+from compress.train import course
 from tests import tiny_training as tiny
 
 
@@ -284,3 +288,33 @@ def test_documents_are_rows_or_blocks_of_1024_tokens(tmp_path, byte_tokenizer):
     assert [len(d) for d in found] == [3, 1024, 1, 3] and found[3].mask.tolist() == [False, True, True]
     convention = windows(found, 512, joined=True).convention
     assert (convention.documents, convention.tokens) == (4, 1031)
+
+
+HELD_OUT = 6  # a line that is
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [("\n", "all rows: held out; give more data"), ('{"tokens": [5]}\n', "data.jsonl:1: no target left in 8 tokens")],
+)
+def test_a_stream_without_end_of_no_training_row_is_refused(tmp_path, byte_tokenizer, before, said):
+    path = tmp_path / "data.jsonl"
+    path.write_text(before * (HELD_OUT - 1) + '{"tokens": [5, 6, 7]}\n')
+    rows, held = training_and_held_out([path], ())
+    assert len(list(Batches(held, byte_tokenizer, size=1, length=8, epochs=1))) == 1
+    with pytest.raises(DataError, match=f"no row is left to train on; .*{said}"):
+        next(Batches(rows, byte_tokenizer, size=1, length=8))
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [("", "validate on; give more"), ('{"tokens": [5]}', r"validate on \(.*:6: no target left in 8 tokens\)")],
+)
+def test_no_held_out_row_of_use_says_why(tmp_path, byte_tokenizer, last, said):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"tokens": [5, 6, 7]}\n' * (HELD_OUT - 1) + last)
+    _, held = training_and_held_out([path], ())
+    with pytest.raises(DataError, match=said):
+        course.held_out(
+            partial(Batches, held, byte_tokenizer, size=1, length=8), Align(data=(), global_batch=1, sequence_length=8)
+        )

@@ -190,6 +190,10 @@ class Batches:
         if self._end is None:
             rows.require_some()
             if self._start == START:
+                if not items and self.epochs is None:
+                    held_out = "all rows", "held out; give more data, or a file of held-out rows with --valid"
+                    where, reason = [*rows.quarantine.listed, held_out][0]
+                    raise DataError(f"no row is left to train on; {where}: {reason}")
                 self._whole = items
         return items
 

@@ -57,9 +57,11 @@ def held_out(make: Callable[..., Batches], settings: Training) -> list[Any]:
     """
     # A pair fills two rows at most, so this many tokens always make the batches.
     enough = 2 * VALIDATION_BATCHES * settings.global_batch * settings.sequence_length
-    kept = list(itertools.islice(make(epochs=1, shuffle=False, buffer=enough), VALIDATION_BATCHES))
+    batches = make(epochs=1, shuffle=False, buffer=enough)
+    kept = list(itertools.islice(batches, VALIDATION_BATCHES))
     if not kept:
-        raise DataError("no held-out rows to validate on; give more data, or a file of them with --valid")
+        why = "".join(f" ({where}: {reason})" for where, reason in batches.rows.quarantine.listed[:1])
+        raise DataError(f"no held-out rows to validate on{why}; give more data, or a file of them with --valid")
     return kept
 
 
