@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from compress.models import decoder
+from compress.models.folder import load
 from compress.models.linear import Dropout, Linear, bind
 from compress.models.lora import init_adapters, is_adapter, magnitudes, merge_adapters, with_adapters, with_landing
 from compress.quantize.rtn import fake_quantize, rtn
+from export import peft
 from export.errors import ArtifactError
+from tests import tiny_run
 from tests import tiny_training as tiny
 
 SCALE = 2.0
@@ -160,6 +163,15 @@ def test_all_adapters_that_do_not_fit_are_named_at_once():
         assert linear in str(error.value)
     assert o not in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_folder_s_adapters_that_do_not_fit_are_told_with_the_folder(tmp_path):
+    folder = tiny_run.write_model(tmp_path / "model")
+    linear = "model.layers.0.self_attn.q_proj"
+    halves = {f"{linear}.lora_A": np.zeros((2, 64), np.float32), f"{linear}.lora_B": np.zeros((9, 2), np.float32)}
+    peft.write(peft.Adapters(halves, 2, 4.0), folder)
+    with pytest.raises(ArtifactError, match=rf"{folder}: adapters that do not fit the model: {linear}: B \(9, 2\)"):
+        load(folder)
 
 
 def test_merging_leaves_the_caller_s_weights_alone():

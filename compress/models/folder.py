@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from compress.models import read_config
 from compress.models.config import DecoderConfig
 from compress.models.decoder import HEAD, shapes
-from compress.models.lora import merge_adapters
+from compress.models.lora import check_adapters, merge_adapters
 from compress.tokenizer import Tokenizer
 from export.bitsandbytes import write as write_bitsandbytes
 from export.checkpoint import DTYPES, Checkpoint, check_finite, is_float, read
@@ -161,14 +161,15 @@ def load(path: str | os.PathLike, dtype: str = "float32") -> Model:
         raise ArtifactError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
     model = Model(checkpoint.config, config, weights, checkpoint.files)
     if (Path(path) / ADAPTER_CONFIG).is_file():
-        model = dataclasses.replace(model, adapters=_adapters_of(path))
+        model = dataclasses.replace(model, adapters=_adapters_of(path, weights))
     return model
 
 
-def _adapters_of(path: str | os.PathLike) -> Adapters:
+def _adapters_of(path: str | os.PathLike, weights: Weights) -> Adapters:
     adapters = read_adapters(path)
     try:
         check_finite(Checkpoint({}, adapters.weights))
+        check_adapters(weights, adapters.weights)
     except ArtifactError as error:
         raise ArtifactError(f"{path}: {error}") from error
     return adapters

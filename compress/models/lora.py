@@ -99,9 +99,25 @@ def merge_adapters(weights: Weights, adapters: Mapping[str, Any], scale: float) 
     Where there is a magnitude m, each row is made as long as m says (DoRA, arXiv:2402.09353, eq. 5).
 
     Raises:
-      ArtifactError: an adapter has no linear, no partner, or a wrong shape; all such are named.
+      ArtifactError: as `check_adapters`.
     """
+    check_adapters(weights, adapters)
     merged = dict(weights)
+    for linear in sorted({name.rpartition(".")[0] for name in adapters}):
+        name = f"{linear}.weight"
+        a, b, m = (adapters.get(f"{linear}.{part}") for part in ("lora_A", "lora_B", "lora_magnitude_vector"))
+        delta = jnp.asarray(b, jnp.float32) @ jnp.asarray(a, jnp.float32)
+        whole = dense(jax.tree.map(jnp.asarray, weights[name]), jnp.float32) + scale * delta
+        merged[name] = np.asarray(whole if m is None else whole * (jnp.asarray(m) / row_norms(whole))[:, None])
+    return merged
+
+
+def check_adapters(weights: Mapping[str, Any], adapters: Mapping[str, Any]) -> None:
+    """Every adapter has its linear, its partner and the shape that they ask for.
+
+    Raises:
+      ArtifactError: naming all that do not.
+    """
     problems = []
     for linear in sorted({name.rpartition(".")[0] for name in adapters}):
         name = f"{linear}.weight"
@@ -112,10 +128,5 @@ def merge_adapters(weights: Weights, adapters: Mapping[str, Any], scale: float) 
             problems.append(f"{linear}: B {b.shape} and A {a.shape} on a weight of {tuple(weights[name].shape)}")
         elif m is not None and m.shape != b.shape[:1]:
             problems.append(f"{linear}: a magnitude {m.shape} on {b.shape[0]} outputs")
-        else:
-            delta = jnp.asarray(b, jnp.float32) @ jnp.asarray(a, jnp.float32)
-            whole = dense(jax.tree.map(jnp.asarray, weights[name]), jnp.float32) + scale * delta
-            merged[name] = np.asarray(whole if m is None else whole * (jnp.asarray(m) / row_norms(whole))[:, None])
     if problems:
         raise ArtifactError(f"adapters that do not fit the model: {'; '.join(problems)}")
-    return merged
