@@ -6,7 +6,7 @@ from typing import Any
 from compress import gate
 from compress.artifact import require_form
 from compress.data.rows import Rows
-from compress.distill.cache import check_top_k
+from compress.distill.cache import check_temperatures, check_top_k
 from compress.distill.student import student_architecture
 from compress.models.config import DecoderConfig
 from compress.models.folder import architecture
@@ -18,7 +18,8 @@ def preflight(stages: dict[str, Any], data: Data, policy: Path | None) -> None:
     """Check the settings of a run's stages, in order, against the files that they name and against each other.
 
     Raises:
-      RecipeError: groups that do not divide a layer's inputs, a method without its calibration data, no such student.
+      RecipeError: groups that do not divide a layer's inputs, a method without its calibration data, no such student,
+        a temperature that the cache to be made will not be at.
       DataError: a data file that is not there, or is none.
       ArtifactError: a model that cannot be read.
       EvidenceError: the policy is none.
@@ -32,7 +33,9 @@ def preflight(stages: dict[str, Any], data: Data, policy: Path | None) -> None:
             if getattr(settings, key, ()):
                 Rows(getattr(settings, key), columns=data.columns, bad_rows=data.bad_rows)
     if "cache_teacher" in stages:
-        check_top_k(stages["cache_teacher"].top_k, architecture(stages["cache_teacher"].teacher).vocab_size)
+        cache, distill = stages["cache_teacher"], stages["distill"]
+        check_top_k(cache.top_k, architecture(cache.teacher).vocab_size)
+        check_temperatures(distill.teacher_cache, cache.top_k, cache.temperature, distill)
     config = _first_model(stages)
     if config is None:
         return

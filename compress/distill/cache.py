@@ -140,12 +140,7 @@ class TeacherCache:
         if differs:
             said = [f"{name} ({_short(found)} there, {_short(wanted[name])} here)" for name, found in differs.items()]
             raise RecipeError(f"{self.folder}: a cache made with another {', '.join(said)}; {ANEW}")
-        at = self.temperature
-        if self.top_k and {settings.temperature, settings.temperature_end} - {None, at}:
-            raise RecipeError(
-                f"{self.folder}: the {self.top_k} likeliest tokens at temperature {at}, and what is left out has no "
-                f"other; train with --temperature {at} and no other at the end, or cache all tokens with --top-k 0"
-            )
+        check_temperatures(self.folder, self.top_k, self.temperature, settings)
 
     def attach(self, item: Batch | Tempered) -> Cached:
         """A batch with what the teacher says of it.
@@ -228,6 +223,19 @@ def check_top_k(top_k: int, vocabulary: int) -> None:
     """
     if top_k > vocabulary:
         raise RecipeError(f"top_k = {top_k}: the teacher has {vocabulary} tokens; --top-k 0 keeps all")
+
+
+def check_temperatures(folder: Path | None, top_k: int, at: float | None, settings: Distill) -> None:
+    """Refuse to train at another temperature than that of a cache of the likeliest tokens.
+
+    Raises:
+      RecipeError: saying at which it is.
+    """
+    if top_k and {settings.temperature, settings.temperature_end} - {None, at}:
+        raise RecipeError(
+            f"{folder}: the {top_k} likeliest tokens at temperature {at}, and what is left out has no other; train "
+            f"with --temperature {at} and no other at the end, or cache all tokens with --top-k 0"
+        )
 
 
 def bytes_per_target(top_k: int, vocabulary: int) -> int:
