@@ -41,6 +41,7 @@ from compress.record import RECORD, TRACE, VERSION, contents_of, hash_of, read_r
 from compress.release import put, release, withdraw, write_reports
 from compress.schema import Recipe
 from compress.settings import Common, Data, Eval, Export
+from compress.train.course import mesh_of_devices
 from compress.train.processes import first_says, is_first, meet
 from compress.train.trace import tell
 from eval import metrics
@@ -91,7 +92,7 @@ class Run:
         """Chain the stages: what one writes, the next reads.
 
         Raises:
-          RecipeError: there is nothing to do, or a stage has no model to read.
+          RecipeError: there is nothing to do, a stage has no model to read, or the mesh does not fit the devices.
         """
         assert common.out is not None
         progress = copy.copy(common.progress)
@@ -117,6 +118,7 @@ class Run:
             first = self.settings["export"].format[0]
             self.settings["eval"] = dataclasses.replace(self.settings["eval"], model=str(self.export_folder(first)))
         preflight(self.settings, recipe.data, self.policy_file)
+        mesh_of_devices(common.mesh)  # of all stages the evaluation, the last one, may be the first to need it
 
     def own_settings(self, name: str) -> Any:
         """A stage's table; [cache_teacher] reads what [distill] reads, which learns from what it writes.
@@ -140,7 +142,8 @@ class Run:
         shared = {key: value for key in SHARED if (value := getattr(distillation, key)) is not None}
         for key, value in shared.items():
             if getattr(cache, key) not in (value, keys(CacheTeacher)[key].default):
-                raise RecipeError(f"[cache_teacher] {key}: in a run it is that of [distill], {value}; leave it out")
+                there = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise RecipeError(f"[cache_teacher] {key}: in a run it is that of [distill], {there}; leave it out")
         return dataclasses.replace(cache, **shared)
 
     @property

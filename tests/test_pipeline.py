@@ -466,10 +466,12 @@ def test_a_run_makes_the_teacher_s_cache_once_and_distills_from_it(world, monkey
     ("text", "said"),
     [
         (CACHED + "[cache_teacher]\nsequence_length = 64", "sequence_length: in a run it is that of [distill], 32"),
+        (CACHED + '[cache_teacher]\ndata = ["valid.jsonl"]', "train.jsonl; leave it out"),
         ("[cache_teacher]\n", "[cache_teacher] makes a cache for [distill], and there is no [distill]; leave it out"),
         (CACHED + 'teacher_cache = "old"\n[cache_teacher]', "teacher_cache in [distill] names one; leave it out"),
         (CACHED + "[cache_teacher]\ntop_k = 500", "top_k = 500: the teacher has 320 tokens"),
         (CACHED + "temperature_end = 4.0\n[cache_teacher]", "likeliest tokens at temperature 1.0"),
+        (CACHED + "[mesh]\nfsdp = 3", "does not fit"),
         (CACHED + "hidden = 1.0\n[cache_teacher]", "teacher_cache holds logits alone"),
     ],
 )
