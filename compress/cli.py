@@ -74,7 +74,10 @@ STAGES = {
         "DIR",
         True,
         "Train adapters on a frozen 4-bit base, by SFT or on preferences.",
-        ("compress align --model student/ --data pairs.jsonl --method dpo --out aligned/",),
+        (
+            "compress align --model student/ --data pairs.jsonl --method dpo --out aligned/",
+            "compress align --model student/ --data chats.jsonl --method sft --base nf4 --dora --out aligned/",
+        ),
     ),
     "quantize": Stage(
         "compress.quantize.stage:run",
@@ -102,7 +105,10 @@ STAGES = {
         "DIR",
         True,
         "Write a model in a format that other engines load.",
-        ("compress export --model small/ --format gguf --out artifact/",),
+        (
+            "compress export --model small/ --format gguf --out artifact/",
+            "compress export --model aligned/ --format compressed-tensors --adapters keep --out artifact/",
+        ),
     ),
     "verify": Stage(
         "compress.artifact:verify",

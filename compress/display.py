@@ -54,7 +54,9 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_cell(item)}" for name, item in value.items() if item not in (None, {}))
+        return ", ".join(
+            f"{name} {'none' if item is None else _cell(item)}" for name, item in value.items() if item != {}
+        )
     if isinstance(value, list | tuple):
         return ", ".join(_cell(item) for item in value)
     return str(value)

@@ -80,7 +80,7 @@ class Distill(Training):
         metadata={"help": "Share of the steps that learn from the student's own answers.", "min": 0, "max": 1},
     )
     on_policy_temperature: float = field(
-        default=1.0, metadata={"help": "What the student's answers are sampled at.", "above": 0}
+        default=1.0, metadata={"help": "Temperature at which the student samples them.", "above": 0}
     )
     on_policy_tokens: int = field(default=128, metadata={"help": "Most tokens of such an answer.", "min": 1})
     layer_map: str = field(
@@ -116,7 +116,7 @@ class Distill(Training):
     )
     learning_rate: float | None = field(
         default=None,
-        metadata={"help": "Peak of the cosine schedule; 0.5 over the student's width if not given.", "above": 0},
+        metadata={"help": "Peak of the cosine schedule; if not given, 0.5 / the student's hidden size.", "above": 0},
     )
     chunk: int = field(
         default=96,

@@ -21,7 +21,7 @@ class Training:
         default=None, metadata={"help": "Passes over the data; 1 if steps are not given either.", "above": 0}
     )
     learning_rate: float | None = field(default=None, metadata={"help": "Peak of the cosine schedule.", "above": 0})
-    warmup: int = field(default=100, metadata={"help": "Steps to the peak.", "min": 0})
+    warmup: int = field(default=100, metadata={"help": "Steps to the peak, a fifth of all at most.", "min": 0})
     weight_decay: float = field(default=0.01, metadata={"help": "AdamW's.", "min": 0})
     max_grad_norm: float = field(
         default=10.0, metadata={"help": "Gradient norm above which the gradient is scaled down to it.", "above": 0}
