@@ -139,7 +139,7 @@ class TeacherCache:
         differs = {name: self.identity.get(name) for name, value in wanted.items() if self.identity.get(name) != value}
         if differs:
             said = [f"{name} ({_short(found)} there, {_short(wanted[name])} here)" for name, found in differs.items()]
-            raise RecipeError(f"{self.folder}: a cache made with another {', '.join(said)}; {ANEW}")
+            raise RecipeError(f"{self.folder}: what it was made from differs: {', '.join(said)}; {ANEW}")
         check_temperatures(self.folder, self.top_k, self.temperature, settings)
 
     def attach(self, item: Batch | Tempered) -> Cached:
