@@ -41,7 +41,7 @@ from compress.record import RECORD, TRACE, VERSION, contents_of, hash_of, read_r
 from compress.release import put, release, withdraw, write_reports
 from compress.schema import Recipe
 from compress.settings import Common, Data, Eval, Export
-from compress.train.course import mesh_of_devices
+from compress.train.mesh import mesh_of_devices
 from compress.train.processes import first_says, is_first, meet
 from compress.train.trace import tell
 from eval import metrics
