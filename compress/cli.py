@@ -402,7 +402,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code == BUG:
             traceback.print_exc()
         else:
-            click.echo(f"error: {' '.join(_said(error).split())}", err=True)
+            click.echo(f"error: {_line(_said(error))}", err=True)
         if is_lost_peer(error):
             os._exit(code)  # at the interpreter's end JAX would wait for the process that is gone, and then abort
         return code
@@ -423,6 +423,11 @@ def _stopped_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _line(text: str) -> str:
+    """A message on one line, without what would steer the terminal: it may quote a stranger's file."""
+    return " ".join("".join(mark if mark.isprintable() else " " for mark in text).split())
 
 
 def _said(error: Exception) -> str:

@@ -198,7 +198,7 @@ def test_force_allows_an_output_that_exists(tmp_path, stage):
     [
         (RecipeError("wrong\nkey"), 2),
         (OutputExists("there"), 2),
-        (ArtifactError("bad file"), 4),
+        (ArtifactError("bad \x1b]0; \x07 \x9b file"), 4),
         (DataError("a.jsonl:3: bad row"), 4),
         (EvidenceError("bad report"), 4),
         (PermissionError(errno.EACCES, "Permission denied", "out"), 4),
@@ -214,7 +214,10 @@ def test_an_error_is_one_line_with_its_exit_code(tmp_path, stage, capsys, error,
     assert cli.main("quantize --model model --out a --device cpu".split()) == code
     shown = capsys.readouterr().err
     assert len(shown.strip().splitlines()) == 1
-    said = (error.strerror, error.filename) if isinstance(error, OSError) else str(error).split()
+    assert shown.strip().isprintable()
+    said = (
+        (error.strerror, error.filename) if isinstance(error, OSError) else filter(str.isprintable, str(error).split())
+    )
     assert all(word in shown for word in said) or code == 130
 
 
