@@ -178,7 +178,7 @@ def toy(monkeypatch):
     monkeypatch.setattr(
         loss_module,
         "answer_log_probabilities",
-        lambda config, policy, rows: -policy.rest["factor"] * _sums(rows),
+        lambda config, policy, rows, remat: -policy.rest["factor"] * _sums(rows),
     )
 
 
