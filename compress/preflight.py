@@ -39,10 +39,12 @@ def preflight(stages: dict[str, Any], data: Data, policy: Path | None) -> None:
     config = _first_model(stages)
     if config is None:
         return
-    if "distill" in stages and stages["distill"].is_rounded:
-        require_fit(config, stages["distill"].group_size)
-    if "distill" in stages and "align" in stages:
-        require_fit(config, stages["align"].group_size, method=stages["align"].base)
+    if "distill" in stages:
+        distill, aligned = stages["distill"], stages.get("align")
+        if distill.landing != "none" and distill.rank is None:  # under adapters the base may have groups of its own
+            require_fit(config, distill.group_size)
+        if aligned and not distill.is_rounded:
+            require_fit(config, aligned.group_size, method=aligned.base)
     if "quantize" in stages:
         check_settings(stages["quantize"], config)
 

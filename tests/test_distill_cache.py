@@ -347,6 +347,7 @@ def test_training_from_a_cache_is_resumed(world, monkeypatch):
 
 def test_a_plan_counts_the_cache_in_the_teacher_s_place(world, monkeypatch, capsys):
     monkeypatch.setattr(plan, "mesh_of_devices", lambda shape: None)
+    monkeypatch.setattr(plan, "matmul_rate", lambda *sizes: 1e6)
     table = RECIPE[RECIPE.index("[distill]") : RECIPE.index("[align]")]
     (world / "recipe.toml").write_text(table.replace('valid = ["valid.jsonl"]\n', ""))
     found = []
@@ -354,7 +355,7 @@ def test_a_plan_counts_the_cache_in_the_teacher_s_place(world, monkeypatch, caps
         assert cli.main(["plan", "recipe.toml", "--device", "cpu", "--json", *extra]) == 0
         found.append(json.loads(capsys.readouterr().out)["stages"]["distill"])
     assert found[1]["memory_gb"] > 0
-    assert found[1]["seconds"] <= found[0]["seconds"]
+    assert found[1]["seconds"] < found[0]["seconds"]
 
 
 # What is refused.
