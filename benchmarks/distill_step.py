@@ -20,21 +20,22 @@ ROWS, LENGTH = 4, 256
 PEERS = Path(__file__).parent / "peers"
 
 
-def ours(steps: int, chunk: int = 128) -> dict[str, float]:
-    """A step of `compress distill`, with `chunk` tokens of the loss at a time."""
+def ours(steps: int, chunk: int | None = None) -> dict[str, float]:
+    """A step of `compress distill`, with `chunk` tokens of the loss at a time, or as many as by default."""
     import jax
     import jax.numpy as jnp
 
     from compress.data.batch import Batch
     from compress.distill.loss import distillation_loss
+    from compress.distill.settings import Distill
     from compress.models import decoder, read_config
     from compress.train.step import FitSettings, make_step
 
     config = read_config(shape.CONFIG)
-    teacher, student = (
-        jax.jit(lambda key: decoder.stack(config, decoder.init(config, key)))(jax.random.key(seed)) for seed in (0, 1)
-    )
-    loss = distillation_loss(config, config, temperature=1.0, alpha=1.0, chunk=chunk, remat=True)
+    teacher, student = (decoder.stack(config, decoder.init(config, jax.random.key(seed))) for seed in (0, 1))
+    defaults = Distill(teacher="", data=())
+    options = {"chunk": chunk or defaults.chunk, "remat": defaults.remat}
+    loss = distillation_loss(config, config, temperature=1.0, alpha=1.0, **options)
     step, optimizer = make_step(loss, FitSettings(steps=100, learning_rate=1e-5, global_batch=ROWS), None)
     state = optimizer.init(student)
     ids = shape.tokens(ROWS, LENGTH)
