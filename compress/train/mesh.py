@@ -38,7 +38,10 @@ def make_mesh(data: int | None = None, fsdp: int = 1, tensor: int = 1) -> Mesh:
     devices = jax.device_count()
     data = devices // max(1, fsdp * tensor) if data is None else data
     if min(data, fsdp, tensor) < 1 or data * fsdp * tensor != devices:
-        raise RecipeError(f"mesh {data} x {fsdp} x {tensor} (data x fsdp x tensor) does not fit {devices} devices")
+        raise RecipeError(
+            f"mesh {data} x {fsdp} x {tensor} (data x fsdp x tensor) does not fit {devices} devices; "
+            "choose sizes whose product is their number, or leave data out"
+        )
     return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
