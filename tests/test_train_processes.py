@@ -95,16 +95,16 @@ def test_two_processes_are_stopped_and_killed_and_end_as_one_does(tmp_path, monk
     tiny_run.write_world(tmp_path)
     alone, two, then_alone = (tmp_path / name for name in ("alone", "two", "then_alone"))
     checkpoints = tmp_path / "two.checkpoints"
-    saved = lambda: sorted(int(path.name) for path in (checkpoints / "steps").iterdir())  # noqa: E731
+    saved = lambda: sorted(int(path.name) for path in (checkpoints / "steps").iterdir() if path.name.isdigit())  # noqa: E731
 
     # One is asked to stop: both save the same step.
     stopped = start_two(tmp_path, two, "SIGTERM", 2, 1)
     assert [code for code, _ in stopped] == [tiny_process.PREEMPTED] * 2, stopped
     assert saved()[-1] == 3
-    # Both die before they save what they have just trained.
+    # Both die before they save what they have just trained, and maybe while they write what came before.
     killed = start_two(tmp_path, two, "SIGKILL", 6, 0, "SIGKILL", 6, 1)
     assert [code for code, _ in killed] == [-signal.SIGKILL] * 2, killed
-    assert saved()[-1] == 4
+    assert saved()[-1] in (3, 4)
     shutil.copytree(checkpoints, tmp_path / "then_alone.checkpoints")
     assert not two.exists()
 
