@@ -58,7 +58,7 @@ def batch() -> PairBatch:
 
 
 def ours(base: str, steps: int) -> dict[str, Any]:
-    """The figures of a step of `compress align --no-remat`, and of the reference's pass over its pairs."""
+    """The figures of a step of `compress align`, and of the reference's pass over its pairs."""
     config = read_config(shape.CONFIG)
     model = Model(shape.CONFIG, config, decoder.init(config, jax.random.key(0)), {})
     if base != "float32":

@@ -462,6 +462,11 @@ def hot(tensors, folder):
     (folder / "identity.json").write_text(json.dumps(found | {"temperature": "hot"}))
 
 
+def switched_on(tensors, folder):
+    found = json.loads((folder / "identity.json").read_text())
+    (folder / "identity.json").write_text(json.dumps(found | {"temperature": True}))
+
+
 def unlisted(folder):
     (folder / "manifest.json").unlink()
 
@@ -483,6 +488,7 @@ def missing(folder):
         (resealed(wrong_type), "not a shard of a cache with top_k = 16"),
         (resealed(no_sizes), "top_k and vocabulary must be sizes"),
         (resealed(hot), "temperature must be a number above 0"),
+        (resealed(switched_on), "temperature must be a number above 0"),
         (resealed(nan), "NaN or Inf"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -210,7 +210,7 @@ def temperature_of(folder: Path, identity: dict[str, Any]) -> float:
       ArtifactError: its identity does not say.
     """
     found = identity.get("temperature")
-    if not isinstance(found, int | float) or not 0 < found < math.inf:
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
         raise ArtifactError(f"{folder / IDENTITY}: temperature must be a number above 0; {ANEW}")
     return float(found)
 
