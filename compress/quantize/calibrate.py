@@ -19,6 +19,7 @@ from compress.models.attention import visible
 from compress.models.config import DecoderConfig
 from compress.models.decoder import EMBEDDING, Stacked, View, embed, layer_data, run_block, split_layers
 from compress.quantize.gptq import gram
+from compress.quantize.layer import JOIN, Layer
 from compress.quantize.preflight import spec_of_layers
 from compress.quantize.quantizers import QUANTIZERS, Quantizer
 from compress.quantize.rtn import rtn
@@ -26,9 +27,6 @@ from eval.quantization_error import SquaredError, layer_error
 from eval.report import ErrorRow
 from export.errors import ArtifactError
 from export.quantized import PackedTensor, QuantizedTensor, QuantSpec, Weights
-
-# Linears that share an input are quantized as one, on one Hessian; their names are joined with this.
-JOIN = "|"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +104,11 @@ def quantize_model(
         data = (jnp.asarray(frequencies[index]), jnp.asarray(windows[index]))
         targets, grams = capture_all(config, layer, states, data, batches)
         own = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
-        packed = quantize_layer(layer, grams, own, QUANTIZERS[method], prefix=prefix, **(settings or {}))
-        quantized |= {prefix + name: jax.tree.map(np.asarray, value) for name, value in packed.items()}
+        task = Layer(config, prefix, layer, own, grams, states, targets, data, batches)
+        made = quantize_layer(task, QUANTIZERS[method], **(settings or {}))
+        quantized |= {prefix + name: jax.tree.map(np.asarray, value) for name, value in made.items()}
         if batches:
-            states, error = run_quantized(config, layer | packed, states, targets, data, batches)
+            states, error = run_quantized(config, layer | made, states, targets, data, batches)
             layers.append(dataclasses.asdict(ErrorRow.of(dataclasses.replace(error, name=f"layer {index}"))))
         if progress is not None:
             progress("quantize", index + 1, config.num_hidden_layers)
@@ -130,21 +129,24 @@ def capture_all(config, layer: dict, states: list[Array], data, batches: Sequenc
     return targets, jax.tree.map(lambda total: total / max(tokens, 1), sums or {})
 
 
-def quantize_layer(
-    layer: dict, grams: dict[str, Array], specs: dict[str, QuantSpec], quantizer: Quantizer, *, prefix: str, **settings
-) -> dict[str, PackedTensor]:
-    """The layer's linears: for a method with Hessians those that share an input as one, else each by itself."""
-    alone = dict.fromkeys(name.removesuffix(".weight") for name in specs)
-    hessians: dict[str, Any] = grams if quantizer.calibrated else alone
-    packed: dict[str, PackedTensor] = {}
+def quantize_layer(task: Layer, quantizer: Quantizer, **settings) -> dict[str, Array | PackedTensor]:
+    """What the quantizer puts in the place of the layer's tensors, by their names within it.
+
+    A method of single weights takes those that share an input as one if it wants Hessians, else each by itself.
+    """
+    if quantizer.layer is not None:
+        return quantizer.layer(task, **settings)
+    alone = dict.fromkeys(name.removesuffix(".weight") for name in task.specs)
+    hessians: dict[str, Any] = task.grams if quantizer.calibrated else alone
+    packed: dict[str, Array | PackedTensor] = {}
     for joined, hessian in hessians.items():
         names = [f"{name}.weight" for name in joined.split(JOIN)]
-        w = jnp.concatenate([layer[name] for name in names])
+        w = jnp.concatenate([task.weights[name] for name in names])
         try:
-            whole = quantizer.quantize(w, specs[names[0]], hessian=hessian, **settings)
+            whole = quantizer.quantize(w, task.specs[names[0]], hessian=hessian, **settings)
         except ArtifactError as error:
-            raise ArtifactError(f"{prefix}{joined}: {error}") from error
-        sizes = [layer[name].shape[0] for name in names]
+            raise ArtifactError(f"{task.prefix}{joined}: {error}") from error
+        sizes = [task.weights[name].shape[0] for name in names]
         parts = split(whole, sizes) if isinstance(whole, QuantizedTensor) else [whole]
         packed |= zip(names, parts, strict=True)
     return packed

@@ -1,7 +1,9 @@
-"""Quantizers: functions from a weight, and what its inputs looked like, to a packed one."""
+"""Quantizers: functions from a weight, or a whole layer, and what its inputs looked like, to packed ones."""
 
 from collections.abc import Callable
 from typing import NamedTuple
+
+from jaxtyping import Array
 
 from compress.quantize.gptq import gptq
 from compress.quantize.nf4 import nf4
@@ -10,17 +12,20 @@ from export.quantized import PackedTensor
 
 
 class Quantizer(NamedTuple):
-    """A way to quantize one weight.
+    """A way to quantize weights.
 
     Attributes:
-      quantize: `(w, spec, *, hessian=None, **settings) -> PackedTensor`.
+      quantize: of one weight, `(w, spec, *, hessian=None, **settings) -> PackedTensor`.
       calibrated: whether it needs a Hessian, and so calibration data.
       settings: keys of the [quantize] table that it takes as keywords.
+      layer: in place of `quantize`, of a whole layer:
+        `(Layer, **settings) -> dict of the tensors that it changes, by their names within the layer`.
     """
 
     quantize: Callable[..., PackedTensor]
     calibrated: bool
     settings: tuple[str, ...] = ()
+    layer: Callable[..., dict[str, Array | PackedTensor]] | None = None
 
 
 def _rtn(w, spec, *, hessian=None, **settings):
