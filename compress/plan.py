@@ -51,8 +51,8 @@ from compress.models.folder import architecture
 from compress.models.lora import init_adapters, is_adapter, magnitudes
 from compress.pipeline import Run
 from compress.quantize.calibrate import capture
-from compress.quantize.layer import JOIN
 from compress.quantize.gptq import round_in_order
+from compress.quantize.layer import JOIN
 from compress.quantize.nf4 import round_to_nf4
 from compress.quantize.preflight import spec_of_layers
 from compress.quantize.quantizers import QUANTIZERS
