@@ -8,6 +8,7 @@ Letters: L stacked layers (or none), O outputs, I inputs, G groups or blocks of 
 import dataclasses
 from statistics import NormalDist
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
@@ -170,7 +171,11 @@ def pack(codes: UInt8[Array | np.ndarray, "*L I"], bits: int) -> UInt8[Array | n
     """Put codes side by side into bytes, low nibble first; 8-bit codes are bytes already. NumPy in, NumPy out."""
     if bits == 8:
         return codes
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    if isinstance(codes, np.ndarray):
+        return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    # XLA on a CPU takes the strided halves one by one.
+    pairs = jax.lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2), jnp.uint16)
+    return (pairs | (pairs >> 4)).astype(jnp.uint8)
 
 
 def unpack(packed: UInt8[Array | np.ndarray, "*L P"], bits: int) -> UInt8[Array | np.ndarray, "*L I"]:

@@ -36,7 +36,7 @@ def choose_grid(
     The search covers the whole range (no weight clipped), `clip_steps` narrower ones, and those coarser ones in which
     the range is a whole number of steps: so weights that lie on some grid already get a grid that holds them. It goes
     on around the best of them, and the codes found in the end choose their scale once more, by least squares. A group
-    of zeros gets scale 1; a group of one value gets that value as its scale.
+    of zeros gets scale 1; a group of one value is exact.
 
     Args:
       w: finite weights.
@@ -52,22 +52,27 @@ def choose_grid(
     low = jnp.minimum(x.min(-1), 0.0)
     high = jnp.maximum(x.max(-1), 0.0)
 
+    def signed_codes(scale, zero):
+        # A product costs less than a quotient, and adding a zero point nothing if the bounds move in its place.
+        codes = jnp.round(x * (1 / scale)[..., None])
+        return jnp.clip(codes, -zero[..., None], (spec.levels - 1 - zero)[..., None])
+
     def improve(best, scale, zero, cut):
-        codes = encode(x, scale[..., None], zero[..., None], spec.bits)
-        error = jnp.sum(weight * jnp.square(x - decode(codes, scale[..., None], zero[..., None])), axis=-1)
+        error = jnp.sum(weight * jnp.square(x - signed_codes(scale, zero) * scale[..., None]), axis=-1)
         found = (error, scale, zero, *(jnp.broadcast_to(part, error.shape) for part in cut))
         return tuple(jnp.where(error < best[0], new, old) for new, old in zip(found, best, strict=True))
 
     def attempt(best, candidate):
         *cut, onward = candidate
         cut = [part + onward * found for part, found in zip(cut, best[3:], strict=True)]
-        return improve(best, *_grid(low, high, cut, spec), cut), None
+        scale, zero = _grid(low, high, cut, spec)
+        return improve(best, scale, zero, cut), None
 
     one, none = jnp.ones_like(low), jnp.zeros_like(low)
     best, _ = jax.lax.scan(attempt, (jnp.full_like(low, jnp.inf), one, none, one, none), _candidates(spec, clip_steps))
     if clip_steps:
         _, scale, zero, *cut = best
-        signed = encode(x, scale[..., None], zero[..., None], spec.bits) - zero[..., None]
+        signed = signed_codes(scale, zero)
         product, square = (jnp.sum(weight * signed * part, axis=-1) for part in (x, signed))
         fitted = jnp.where(product > 0, product / jnp.where(square > 0, square, 1.0), scale)
         best = improve(best, round_scale(fitted, spec.scale_dtype), zero, cut)
@@ -114,10 +119,10 @@ def _candidates(spec: QuantSpec, clip_steps: int) -> np.ndarray:
     none, so `levels / 2` steps clip positive extremes only.
     """
     top = spec.levels // 2 - 1 if spec.symmetric else spec.levels - 1
-    rows = [(top, 0.5, 0)]
+    rows: list[tuple[float, float, float]] = [(top, 0.5, 0)]
     if clip_steps:
-        coarsest = 1 if spec.bits == 4 else top // 2
-        rows += [(steps, 0.5, 0) for steps in sorted({1, *range(coarsest, top + 2)} - {top})]
+        # A coarser grid still is part of one of these, with the scale halved.
+        rows += [(steps, 0.5, 0) for steps in range(top // 2 + 1, top + 2) if steps != top]
         narrower, distance = np.linspace(top, top / NARROWEST, clip_steps + 1, retstep=True)
         shares = (0.5,) if spec.symmetric else (0.0, 0.5, 1.0)
         rows += [(steps, share, 0) for steps in narrower[1:] for share in shares]
