@@ -38,6 +38,7 @@ from compress.evaluate import CHUNK, scoring_mesh, windows_at_once
 from compress.machine import free_device_memory, free_disk, free_memory, matmul_rate, resident_bytes
 from compress.models.config import DecoderConfig
 from compress.models.decoder import (
+    EMBEDDING,
     Stacked,
     block_shapes,
     hidden_states,
@@ -299,8 +300,9 @@ class Plan:
         )
 
     def quantize(self, settings: Quantize) -> Need:
-        """The float32 model and its packed self; on the device a layer's program, and the calibration's hidden states
-        into the layer, out of it, and out of the packed layer.
+        """Three parts of the model in float32, of which one is read, one made and one written (a layer is a part, and
+        the embedding); on the device a layer's program, and the calibration's hidden states
+        of a batch into the layer, out of it, and out of the packed layer.
 
         Operations: of a calibration token two forward passes and the x x^T of each layer's inputs, 2 I^2; of a linear
         O I^2 to make up for errors, and I^3 / 3 for the Hessian's factor.
@@ -326,12 +328,12 @@ class Plan:
                 w = shape_of(wide[name], jnp.float32)
                 device = max(device, held(round_in_order, w, grams[name], settings.damp, spec, "static", CLIP_STEPS))
                 flops += layers * sum(o * i**2 + i**3 / 3 for o, i in wide.values())
-            device += 3 * tokens * config.hidden_size * x.dtype.itemsize + size(grams)
+            device += 3 * x.size * x.dtype.itemsize + size(grams)
             squares = sum(gram.size for gram in grams.values())
             flops += tokens * 2 * (forward_flops(config, length) + squares * layers)
         return Need(
             device=device,
-            host=size(_floats(config, jnp.float32)) + 2 * size(_packed(config, specs, jnp.float32, settings.method)),
+            host=3 * max(size(layer), size(_floats(config, jnp.float32)[EMBEDDING])),
             disk=size(_packed(config, specs, jnp.bfloat16, settings.method)),
             flops=flops,
         )

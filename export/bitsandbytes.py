@@ -15,8 +15,9 @@ Letters: O outputs, I inputs, P packed bytes, S scales (O * I / 64).
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from export.quantized import NF4_BLOCK, NF4_LEVELS, SCALE_BLOCK, SCALE_LEVELS, N
 from export.safetensors import SHARD_LIMIT, read_tensors, write_tensors
 from export.untrusted import parse_object, read_object
 
+HEAD = "lm_head.weight"
 STATE, NF4 = ".quant_state.bitsandbytes__", "nf4"
 MAPS = {"quant_map": NF4_LEVELS, "nested_quant_map": SCALE_LEVELS}
 PARTS = ("absmax", "nested_absmax", *MAPS)
@@ -61,23 +63,29 @@ def write(
         raise ArtifactError(f"dtype = {dtype!r}: one of {', '.join(DTYPES)}")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    packed: set[str] = set()
-    linears = {"lm_head"}  # tied or not, an engine has the module
+    packed = {name for name in checkpoint.weights if isinstance(checkpoint.weights[name], NF4Tensor)}
+    tensors = chain.from_iterable(stored(name, checkpoint.weights[name], dtype).items() for name in checkpoint.weights)
+    write_tensors(folder, tensors, shard_limit)
+    write_description(checkpoint, folder, dtype, packed)
 
-    def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for name in checkpoint.weights:
-            value = checkpoint.weights[name]
-            if isinstance(value, NF4Tensor):
-                packed.add(name.removesuffix(".weight"))
-                yield from _parts(name, host(value), dtype).items()
-            else:
-                if value.ndim == 2 and not _is_embedding(name):
-                    linears.add(name.removesuffix(".weight"))
-                yield name, to_numpy(name, value, dtype)
 
-    write_tensors(folder, tensors(), shard_limit)
+def stored(name: str, value: Any, dtype: str) -> dict[str, np.ndarray]:
+    """The tensors that stand for a weight on disk: its parts, or itself in `dtype` if it is not in NF4."""
+    if isinstance(value, NF4Tensor):
+        return _parts(name, host(value), dtype)
+    return {name: to_numpy(name, value, dtype)}
+
+
+def write_description(checkpoint: Checkpoint, folder: Path, dtype: str, packed: Collection[str]) -> None:
+    """Write config.json, and the files that go along, beside tensors of which those in `packed` are in NF4.
+
+    Raises:
+      ArtifactError: there are none.
+    """
     if not packed:
         raise ArtifactError("no tensor is in NF4: compress quantize --method nf4 first, or write another format")
+    others = [name for name in checkpoint.weights if name not in packed and not _is_embedding(name)]
+    linears = {name for name in others if len(checkpoint.weights[name].shape) == 2} | {HEAD}  # tied or not, it is there
     description = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
@@ -85,7 +93,7 @@ def write(
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_compute_dtype": dtype,
         "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": sorted(linears - packed),
+        "llm_int8_skip_modules": sorted(name.removesuffix(".weight") for name in linears.difference(packed)),
     }
     write_config(checkpoint, folder, dtype, quantization_config=description)
 

@@ -10,8 +10,9 @@ Letters: O outputs, I inputs, G groups, W words.
 import dataclasses
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,37 +70,51 @@ def write(
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    specs: dict[str, QuantSpec] = {}
-    linears: set[str] = set()
-    dtype = dtype or _scale_dtype(checkpoint, pack_embedding)
+    kept = {name: _kept_packed(name, checkpoint.weights[name], pack_embedding) for name in checkpoint.weights}
+    specs = {name: spec for name, spec in kept.items() if spec}
+    dtype = dtype or next((spec.scale_dtype for spec in specs.values()), "bfloat16")
+    tensors = chain.from_iterable(
+        stored(name, checkpoint.weights[name], dtype, packed=name in specs).items() for name in checkpoint.weights
+    )
+    write_tensors(folder, tensors, shard_limit)
+    write_description(checkpoint, folder, dtype, specs)
 
-    def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for name in checkpoint.weights:
-            value = checkpoint.weights[name]
-            module = name.removesuffix(".weight")
-            if isinstance(value, QuantizedTensor) and (pack_embedding or not _is_embedding(module)):
-                _check_writable(name, value, dtype)
-                specs[module] = value.spec
-                yield from _parts(module, host(value)).items()
-                continue
-            if name.endswith(".weight") and value.ndim == 2 and not _is_embedding(module):
-                linears.add(module)
-            yield name, to_numpy(name, value, dtype)
 
-    write_tensors(folder, tensors(), shard_limit)
+def stored(name: str, value: Any, dtype: str, *, packed: bool = True) -> dict[str, np.ndarray]:
+    """The tensors that stand for a weight on disk: its parts, or itself in `dtype` where it is not to be `packed`.
+
+    Raises:
+      ArtifactError: its scales have another dtype, or it has more than two dimensions.
+    """
+    if not packed or not isinstance(value, QuantizedTensor):
+        return {name: to_numpy(name, value, dtype)}
+    _check_writable(name, value, dtype)
+    return _parts(name.removesuffix(".weight"), host(value))
+
+
+def write_description(checkpoint: Checkpoint, folder: Path, dtype: str, specs: Mapping[str, QuantSpec]) -> None:
+    """Write config.json, and the files that go along, beside tensors of which those in `specs` are packed.
+
+    Raises:
+      ArtifactError: there are none.
+    """
     if not specs:
         raise ArtifactError("no tensor is quantized: quantize first, or write safetensors")
+    linears = {module for name in checkpoint.weights if (module := _linear(name, checkpoint.weights[name]))}
     if "lm_head.weight" not in checkpoint.weights:
         linears.add("lm_head")  # tied: an engine has the module all the same
-    write_config(checkpoint, folder, dtype, quantization_config=_describe(specs, linears))
+    packed = {name.removesuffix(".weight"): spec for name, spec in specs.items()}
+    write_config(checkpoint, folder, dtype, quantization_config=_describe(packed, linears))
 
 
-def _scale_dtype(checkpoint: Checkpoint, pack_embedding: bool) -> str:
-    for name in checkpoint.weights:
-        value = checkpoint.weights[name]
-        if isinstance(value, QuantizedTensor) and (pack_embedding or not _is_embedding(name.removesuffix(".weight"))):
-            return value.spec.scale_dtype
-    return "bfloat16"
+def _linear(name: str, value: Any) -> str | None:
+    module = name.removesuffix(".weight")
+    return module if module != name and len(value.shape) == 2 and not _is_embedding(module) else None
+
+
+def _kept_packed(name: str, value: Any, pack_embedding: bool) -> QuantSpec | None:
+    packed = isinstance(value, QuantizedTensor) and (pack_embedding or not _is_embedding(name.removesuffix(".weight")))
+    return value.spec if packed else None
 
 
 def _check_writable(name: str, tensor: QuantizedTensor, dtype: str) -> None:

@@ -1,5 +1,6 @@
 """GGUF, llama.cpp's format: one file with config, vocabulary and tensors, both ways."""
 
+import mmap
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -59,9 +60,11 @@ def read(path: str | os.PathLike) -> Checkpoint:
 
 
 def _load(header: Header, info: TensorInfo) -> np.ndarray:
-    """A tensor's values in float32; a copy, so that the file may go."""
+    """A tensor's values in float32; a copy, so that the file may go, and what was read of it leaves the memory."""
     raw = np.frombuffer(header.data, np.uint8, info.nbytes, info.start)
-    values = dequantize(raw, info.type).reshape(info.shape)
+    values = np.array(dequantize(raw, info.type)).reshape(info.shape)
+    page = info.start - info.start % mmap.PAGESIZE
+    header.data.madvise(mmap.MADV_DONTNEED, page, info.start + info.nbytes - page)
     if not np.isfinite(values).all():
         raise ArtifactError(f"{header.path}: {info.name}: NaN or Inf; the file is damaged, fetch or make it anew")
     return values

@@ -1,14 +1,16 @@
 """Float checkpoints as Hugging Face folders: config.json and one file of safetensors, or shards with an index."""
 
+import contextlib
 import dataclasses
 import json
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -32,6 +34,8 @@ HEADER_LIMIT = 100_000_000  # the format's own
 RANK_LIMIT = 8
 SIZE_LIMIT = 1 << 62  # of an array, were its empty dimensions not empty
 SHARD_LIMIT = 5_000_000_000
+COPIED = 1 << 20  # bytes at a time
+METADATA = {"format": "pt"}  # transformers wants to be told so
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 TYPES = {
@@ -273,6 +277,28 @@ def write_index(folder: Path, places: Mapping[str, str], total: int) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def join_files(paths: Sequence[Path], path: Path) -> None:
+    """Make one file of several, tensor by tensor, so that memory holds none of them; of those none is twice there."""
+    found = [(source, name, entry) for source in paths for name, entry in read_header(source).items()]
+    found.sort(key=lambda item: (-item[2].dtype.itemsize, item[1]))  # so that each begins at a multiple of its size
+    header: dict[str, Any] = {"__metadata__": METADATA}
+    place = 0
+    for _, name, entry in found:
+        end = place + entry.end - entry.begin
+        kind = next(kind for kind, dtype in TYPES.items() if entry.dtype == dtype)
+        header[name] = {"dtype": kind, "shape": entry.shape, "data_offsets": (place, end)}
+        place = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as out, contextlib.ExitStack() as stack:
+        out.write(len(text).to_bytes(8, "little") + text)
+        files = {source: stack.enter_context(source.open("rb")) for source in paths}
+        for source, _, entry in found:
+            files[source].seek(entry.begin)
+            for at in range(entry.begin, entry.end, COPIED):
+                out.write(files[source].read(min(COPIED, entry.end - at)))
+
+
 def write_file(tensors: Mapping[str, np.ndarray], path: Path) -> None:
     """Write one file.
 
@@ -280,7 +306,7 @@ def write_file(tensors: Mapping[str, np.ndarray], path: Path) -> None:
       OSError: what the system said; a full disk (ENOSPC) among others.
     """
     try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})  # transformers wants to be told so
+        save_file(dict(tensors), path, metadata=METADATA)
     except SafetensorError as error:
         said = re.search(r"os error (\d+)", str(error))  # the library wraps it, and a caller must tell a full disk
         if not said:

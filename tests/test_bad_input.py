@@ -235,7 +235,7 @@ def test_a_model_folder_that_lacks_a_file(missing, tmp_path, fails):
 
 
 def test_a_group_size_that_does_not_divide_is_named_before_any_work(monkeypatch, fails):
-    monkeypatch.setattr("compress.quantize.stage.load", lambda *_: pytest.fail("work has begun"))
+    monkeypatch.setattr("compress.quantize.stage.open_stream", lambda *_: pytest.fail("work has begun"))
     last = "model.layers.0.mlp.down_proj.weight (I = 96)"
     fails("quantize --model good --method rtn --group-size 64 --out out", 2, last, "--group-size 32 fits")
     both = "quantize --model good --method rtn --group-size 128 --fallback-group-size 64 --out out"
@@ -516,7 +516,7 @@ def test_a_signal_leaves_what_stood_there(how, tmp_path, monkeypatch, fails):
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out/precious").write_text("stays")
-    monkeypatch.setattr("compress.quantize.stage.save", interrupted)
+    monkeypatch.setattr("compress.quantize.stage.Shards.finish", interrupted)
     # A job in the background of a script is started with Ctrl-C ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

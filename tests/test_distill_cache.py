@@ -304,7 +304,7 @@ def test_a_command_that_was_killed_goes_on_and_writes_the_same(world, monkeypatc
     (world / "small.partial/.00002.safetensors.0123abcd.tmp").write_bytes(b"of one that was killed outright")
     assert not (world / "small").exists()
     assert cli.main([*command[:-2], "--out", "small", "--temperature", "3"]) == 2
-    assert "begun cache of another temperature; --force" in capsys.readouterr().err
+    assert "begun with another temperature; --force" in capsys.readouterr().err
     written.clear()
     monkeypatch.setattr(cache_stage, "write_file", lambda *given: (written.append(given[1]), write_shard(*given)))
     assert cli.main(command) == 0

@@ -14,7 +14,7 @@ from compress.distill import cache_stage
 from compress.distill import stage as distill
 from compress.distill.cache import TeacherCache
 from compress.progress import Progress
-from compress.quantize import stage as quantize
+from compress.quantize.shards import Shards
 from export.manifest import describe
 from tests.tiny_run import RECIPE, write_jsonl, write_world
 
@@ -175,19 +175,19 @@ def test_changed_data_run_again_what_reads_it(world):
 def test_ctrl_c_leaves_nothing_half_written_and_the_next_run_goes_on_from_there(world, monkeypatch, capsys):
     quantized, shown = world / "run/quantize", capsys.readouterr
     before = contents(quantized)
-    rightful = quantize.save
+    rightful = Shards.finish
 
-    def interrupted(model, folder, facts):
-        rightful(model, folder, facts)
+    def interrupted(shards, folder):
+        rightful(shards, folder)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quantize, "save", interrupted)
+    monkeypatch.setattr(Shards, "finish", interrupted)
     assert run("--set", "quantize.symmetric=false") == 130
     assert shown().err.splitlines()[-1] == "interrupted"
     assert contents(quantized) == before
     assert not list(world.rglob(".*"))
     assert last_run(world)["quantize"] == ["started", "stopped"]
-    monkeypatch.setattr(quantize, "save", rightful)
+    monkeypatch.setattr(Shards, "finish", rightful)
     assert run("--set", "quantize.symmetric=false") == 0
     assert last_run(world)["align"] == ["skipped"]
     assert last_run(world)["quantize"] == ["started", "finished"]

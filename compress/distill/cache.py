@@ -28,7 +28,7 @@ from compress.data.rows import Rows
 from compress.distill.settings import CacheTeacher, Distill
 from compress.distill.temperature import Tempered
 from compress.errors import DataError, RecipeError
-from compress.record import hash_of
+from compress.record import IDENTITY, hash_of
 from compress.settings import Common
 from compress.tokenizer import Tokenizer
 from compress.train.fit import Resumable
@@ -37,7 +37,6 @@ from export.manifest import MANIFEST, verify_files
 from export.safetensors import read_file
 from export.untrusted import read_object
 
-IDENTITY = "identity.json"
 KEY_BYTES = 16
 LOWEST = float(np.finfo(np.float16).min)  # stands for the logarithm of zero
 ANEW = "make the cache anew with compress cache-teacher"

@@ -8,7 +8,6 @@ Letters: B rows, T tokens of a row, D model, K likeliest tokens, W columns (see 
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
@@ -27,7 +26,7 @@ from compress.data.pack import batch_of, pack
 from compress.data.rows import keep_quarantine
 from compress.data.split import training_and_held_out
 from compress.distill.buckets import kept
-from compress.distill.cache import IDENTITY, bytes_per_target, check_top_k, id_type, identity, key_of, segments_of
+from compress.distill.cache import bytes_per_target, check_top_k, id_type, identity, key_of, segments_of
 from compress.distill.foreign import ForeignRows
 from compress.distill.settings import CacheTeacher
 from compress.errors import RecipeError
@@ -35,14 +34,13 @@ from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, head, hidden_states, project, stack
 from compress.models.folder import Model, load, without_weights
 from compress.models.linear import dense
-from compress.record import VERSION, hash_of
+from compress.record import VERSION, hash_of, open_partial, write_identity
 from compress.settings import Common
 from compress.train.mesh import mesh_of_devices, place, place_rows
 from export.atomic import atomic_file, atomic_folder
 from export.errors import ArtifactError
 from export.manifest import write_manifest
 from export.safetensors import write_file
-from export.untrusted import read_object
 
 SHARD_BYTES = 256 << 20  # of log-probabilities and ids; an example with more has a shard of its own
 CHUNK = 128  # tokens whose logits exist at once
@@ -81,7 +79,7 @@ def run(settings: CacheTeacher, common: Common) -> dict[str, Any]:
     size = settings.per_device_batch * jax.device_count()
     cut = partial(batches_of, size=size, length=settings.sequence_length, pad_id=teacher.tokenizer.pad_id or 0)
 
-    folder = open_partial(common, made_from)
+    folder = open_partial(common, "cache-teacher", made_from)
     shards, examples, targets, left = 0, 0, 0, 0
     for shards, group in enumerate(groups(), 1):
         examples += len(group)
@@ -162,38 +160,6 @@ def sealed(folder: Path, examples: int, targets: int) -> dict[str, Any]:
     facts = {"examples": examples, "tokens": targets, "bytes": written, "bits_per_token": 8 * written / targets}
     write_manifest(folder, facts)
     return facts
-
-
-def open_partial(common: Common, made_from: dict[str, Any]) -> Path:
-    """The folder beside the output that shards are written into, made or found again.
-
-    Raises:
-      RecipeError: shards of another cache lie there, and `common.force` is not given.
-    """
-    assert common.out is not None
-    folder = common.out.with_name(f"{common.out.name}.partial")
-    if (folder / IDENTITY).exists():
-        found = read_object(folder, IDENTITY)
-        named = [name for name in {**found, **made_from} if found.get(name) != made_from.get(name)]
-        if named and not common.force:
-            raise RecipeError(
-                f"{folder}: the begun cache of another {', '.join(named)}; --force removes it and starts anew"
-            )
-        if named:
-            shutil.rmtree(folder)
-        else:
-            common.progress.say(f"cache-teacher: goes on with {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
-    for half in folder.glob(".*.tmp"):
-        half.unlink()
-    write_identity(folder, made_from)
-    return folder
-
-
-def write_identity(folder: Path, made_from: dict[str, Any]) -> None:
-    """Write what a cache is of, whole or not at all."""
-    with atomic_file(folder / IDENTITY, force=True) as temporary:
-        temporary.write_text(json.dumps(made_from, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def shard(folder: Path, number: int) -> Path:

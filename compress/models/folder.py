@@ -4,8 +4,9 @@ import dataclasses
 import functools
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,10 @@ from jax.experimental import multihost_utils
 from compress.models import read_config
 from compress.models.config import DecoderConfig
 from compress.models.decoder import HEAD, shapes
-from compress.models.lora import check_adapters, merge_adapters
+from compress.models.lora import check_adapters, merge, merge_adapters
 from compress.tokenizer import Tokenizer
 from export.bitsandbytes import write as write_bitsandbytes
-from export.checkpoint import DTYPES, Checkpoint, check_finite, is_float, read
+from export.checkpoint import DTYPES, Checkpoint, LazyWeights, check_finite, is_float, not_finite, read
 from export.compressed_tensors import write as write_compressed
 from export.errors import ArtifactError
 from export.manifest import write_manifest
@@ -152,10 +153,8 @@ def load(path: str | os.PathLike, dtype: str = "float32") -> Model:
         check_finite(checkpoint)
         weights: Weights = {}
         for name, value in checkpoint.weights.items():
-            if name.endswith("rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings):
-                # Derived from the config, and a copy of the embedding: older checkpoints carry them.
-                continue
-            weights[name] = value if isinstance(value, PackedTensor) else _cast(name, value, dtype)
+            if not _is_derived(name, config):
+                weights[name] = value if isinstance(value, PackedTensor) else _cast(name, value, dtype)
         check_shapes(config, weights)
     except ArtifactError as error:
         raise ArtifactError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
@@ -165,7 +164,59 @@ def load(path: str | os.PathLike, dtype: str = "float32") -> Model:
     return model
 
 
-def _adapters_of(path: str | os.PathLike, weights: Weights) -> Adapters:
+class Stream(NamedTuple):
+    """A model whose tensors are read when they are asked for.
+
+    Attributes:
+      model: all but its weights.
+      weights: floats, in the dtype that they are stored in, or float32 if they were packed or have adapters; an access
+        reads one tensor, and raises ArtifactError if it holds NaN or Inf.
+      packed: how many of them lie there packed, without adapters to be merged.
+    """
+
+    model: Model
+    weights: LazyWeights
+    packed: int
+
+
+def open_stream(path: str | os.PathLike) -> Stream:
+    """Open a model folder or GGUF file of any format, with the adapters beside it merged in.
+
+    Raises:
+      ArtifactError: as `load`, but for NaN and Inf.
+    """
+    try:
+        checkpoint = read(path)
+        stored = checkpoint.weights
+        model = Model(checkpoint.config, read_config(checkpoint.config), {}, checkpoint.files)
+        names = [name for name in stored if not _is_derived(name, model.config)]
+        lazy: Mapping[str, Any] = LazyWeights({name: partial(stored.__getitem__, name) for name in names})
+        check_shapes(model.config, lazy)
+        adapters = _adapters_of(path, lazy) if (Path(path) / ADAPTER_CONFIG).is_file() else None
+    except ArtifactError as error:
+        raise ArtifactError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+
+    def read_one(name: str) -> np.ndarray:
+        value = stored[name]
+        bad = not_finite(name, value)
+        if bad:
+            raise ArtifactError(f"{path}: NaN or Inf in {bad}; the checkpoint is damaged, fetch or make it anew")
+        if adapters is not None:
+            value = merge(name, value, adapters.weights, adapters.scale)
+        if isinstance(value, PackedTensor):
+            return np.asarray(value.dequantize(np.float32))
+        return value if is_float(value.dtype) else _cast(name, value, "float32")
+
+    packed = sum(isinstance(stored[name], PackedTensor) for name in names)
+    return Stream(model, LazyWeights({name: partial(read_one, name) for name in names}), 0 if adapters else packed)
+
+
+def _is_derived(name: str, config: DecoderConfig) -> bool:
+    """Whether a tensor follows from the config, or is a copy of the embedding: older checkpoints carry such."""
+    return name.endswith("rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings)
+
+
+def _adapters_of(path: str | os.PathLike, weights: Mapping[str, Any]) -> Adapters:
     adapters = read_adapters(path)
     try:
         check_finite(Checkpoint({}, adapters.weights))

@@ -20,7 +20,7 @@ from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, combine, linears
 from compress.models.linear import Dropout, Landing, dense, row_norms
 from export.errors import ArtifactError
-from export.quantized import QuantizedTensor, QuantSpec, Weights
+from export.quantized import PackedTensor, QuantizedTensor, QuantSpec, Weights
 
 
 def is_adapter(name: str) -> bool:
@@ -102,14 +102,19 @@ def merge_adapters(weights: Weights, adapters: Mapping[str, Any], scale: float) 
       ArtifactError: as `check_adapters`.
     """
     check_adapters(weights, adapters)
-    merged = dict(weights)
-    for linear in sorted({name.rpartition(".")[0] for name in adapters}):
-        name = f"{linear}.weight"
-        a, b, m = (adapters.get(f"{linear}.{part}") for part in ("lora_A", "lora_B", "lora_magnitude_vector"))
-        delta = jnp.asarray(b, jnp.float32) @ jnp.asarray(a, jnp.float32)
-        whole = dense(jax.tree.map(jnp.asarray, weights[name]), jnp.float32) + scale * delta
-        merged[name] = np.asarray(whole if m is None else whole * (jnp.asarray(m) / row_norms(whole))[:, None])
-    return merged
+    linears = {f"{name.rpartition('.')[0]}.weight" for name in adapters}
+    return dict(weights) | {name: merge(name, weights[name], adapters, scale) for name in sorted(linears)}
+
+
+def merge(name: str, weight: Array | np.ndarray | PackedTensor, adapters: Mapping[str, Any], scale: float):
+    """One linear's weight in float32 with what `adapters` have for it, by `merge_adapters`; as it is if nothing."""
+    linear = name.removesuffix(".weight")
+    a, b, m = (adapters.get(f"{linear}.{part}") for part in ("lora_A", "lora_B", "lora_magnitude_vector"))
+    if a is None:
+        return weight
+    delta = jnp.asarray(b, jnp.float32) @ jnp.asarray(a, jnp.float32)
+    whole = dense(jax.tree.map(jnp.asarray, weight), jnp.float32) + scale * delta
+    return np.asarray(whole if m is None else whole * (jnp.asarray(m) / row_norms(whole))[:, None])
 
 
 def check_adapters(weights: Mapping[str, Any], adapters: Mapping[str, Any]) -> None:

@@ -4,9 +4,15 @@ Letters: B rows, T tokens, D model, I inputs, O outputs.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +24,7 @@ from compress.data.batch import Batch
 from compress.models.attention import visible
 from compress.models.config import DecoderConfig
 from compress.models.decoder import EMBEDDING, Stacked, View, embed, layer_data, run_block, split_layers
+from compress.models.linear import dense
 from compress.quantize.gptq import gram
 from compress.quantize.layer import JOIN, Layer
 from compress.quantize.preflight import spec_of_layers
@@ -25,8 +32,12 @@ from compress.quantize.quantizers import QUANTIZERS, Quantizer
 from compress.quantize.rtn import rtn
 from eval.quantization_error import SquaredError, layer_error
 from eval.report import ErrorRow
+from export.checkpoint import LazyWeights
 from export.errors import ArtifactError
 from export.quantized import PackedTensor, QuantizedTensor, QuantSpec, Weights
+
+ROOM = 1 << 24
+"""Bytes of activations that are held in memory; more go to a file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +50,49 @@ class Calibrated:
 
     weights: Weights
     layers: list[dict[str, Any]]
+
+
+class Part(NamedTuple):
+    """A part of a quantized model.
+
+    Attributes:
+      number: 0 is the embedding, 1 + k layer k, and the last all that comes after the layers.
+      weights: by their names in the model; floats as they are to be stored.
+      error: the fields of `eval.report.ErrorRow` of a layer's output; None without data.
+    """
+
+    number: int
+    weights: Weights
+    error: dict[str, Any] | None
+
+
+class States(Sequence[np.ndarray]):
+    """Float32 arrays, all of them in memory up to `ROOM` bytes, and beyond that in a file without a name."""
+
+    def __init__(self, folder: Path | None = None):
+        self._file: Any = tempfile.SpooledTemporaryFile(ROOM, dir=None if folder is None else str(folder))  # noqa: SIM115
+        self._places: list[tuple[int, tuple[int, ...]]] = []
+        self._end = 0
+
+    def __del__(self) -> None:
+        self._file.close()
+
+    def append(self, array: Float[Array | np.ndarray, "..."]) -> None:
+        self._places.append((self._end, array.shape))
+        self._end += array.nbytes
+        self[len(self) - 1] = array
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        start, shape = self._places[index]
+        self._file.seek(start)
+        return np.frombuffer(self._file.read(4 * math.prod(shape)), np.float32).reshape(shape)
+
+    def __setitem__(self, index: int, array: Float[Array | np.ndarray, "..."]) -> None:
+        self._file.seek(self._places[index][0])
+        self._file.write(np.asarray(array, np.float32).tobytes())
 
 
 @partial(jax.jit, static_argnames="config")
@@ -69,9 +123,20 @@ def output(config: DecoderConfig, weights: dict, x: Float[Array, "B T D"], data,
     return run_block(config, weights, x, data, view_of(batch))[1][0]
 
 
-def quantize_model(
+def quantize_model(config: DecoderConfig, weights: Mapping[str, Any], *given, progress=None, **options) -> Calibrated:
+    """All that `quantize_parts` makes, which takes the same arguments, in memory."""
+    whole = Calibrated({}, [])
+    for part in quantize_parts(config, weights, *given, **options):
+        whole.weights.update(part.weights)
+        whole.layers.extend([] if part.error is None else [part.error])
+        if progress is not None and 0 < part.number <= config.num_hidden_layers:
+            progress("quantize", part.number, config.num_hidden_layers)
+    return whole
+
+
+def quantize_parts(
     config: DecoderConfig,
-    weights: Weights,
+    weights: Mapping[str, Any],
     batches: Sequence[Batch],
     spec: QuantSpec,
     method: str,
@@ -79,48 +144,107 @@ def quantize_model(
     embedding_bits: int | None = None,
     fallback_group_size: int | None = None,
     settings: dict[str, Any] | None = None,
-    progress: Callable[..., None] | None = None,
-) -> Calibrated:
-    """Quantize every linear of the blocks, and the embedding in `embedding_bits` if given.
+    done: Collection[int] = (),
+    kept: Mapping[str, Any] | None = None,
+    scratch: Path | None = None,
+) -> Iterator[Part]:
+    """Quantize every linear of the blocks, and the embedding in `embedding_bits` if given, part by part.
+
+    Each tensor is read from `weights` when its turn comes, and none is held beyond its part.
 
     Args:
+      weights: floats.
       batches: calibration data; without any (which only a method that needs none allows) no layer's output is
         measured.
       settings: keywords of the quantizer.
+      done: parts that an earlier run has made; they are not made again.
+      kept: at least their weights, of which the layers among them put out what the next ones see.
+      scratch: where activations go that do not fit in memory; the system's folder for such files if None.
 
     Raises:
       RecipeError: groups that do not divide a layer's inputs, before any work.
       ArtifactError: a tensor that cannot be quantized; it is named.
     """
     specs = spec_of_layers(config, spec, fallback_group_size, embedding_bits)
-    quantized: Weights = dict(weights)
-    stem = Stacked({EMBEDDING: jnp.asarray(weights[EMBEDDING])}, [])
-    states = [embed(config, stem, jnp.asarray(batch.tokens), jnp.float32) for batch in batches]
+    rest, layers = split_layers(config, {name: name for name in weights})
+    stored = jnp.dtype(spec.scale_dtype)
+    last = len(layers) + 1
+    if 0 not in done:
+        table: Any = weights[EMBEDDING]
+        table = rtn(table, specs[EMBEDDING]) if embedding_bits is not None else as_stored(table, stored)
+        yield Part(0, {EMBEDDING: jax.tree.map(np.asarray, table)}, None)
+        del table
+    missing = [number for number in range(1, last) if number not in done]
+    states = embed_all(config, weights, batches, scratch)
     frequencies, windows = layer_data(config)
-    layers: list[dict[str, Any]] = []
-    for index, layer in enumerate(split_layers(config, weights)[1]):
-        prefix = f"model.layers.{index}."
-        layer = {name: jnp.asarray(value, jnp.float32) for name, value in layer.items()}
-        data = (jnp.asarray(frequencies[index]), jnp.asarray(windows[index]))
-        targets, grams = capture_all(config, layer, states, data, batches)
-        own = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
-        task = Layer(config, prefix, layer, own, grams, states, targets, data, batches)
-        made = quantize_layer(task, QUANTIZERS[method], **(settings or {}))
-        quantized |= {prefix + name: jax.tree.map(np.asarray, value) for name, value in made.items()}
+
+    def quantize(number: int) -> Part:
+        prefix = f"model.layers.{number - 1}."
+        data = (jnp.asarray(frequencies[number - 1]), jnp.asarray(windows[number - 1]))
+        reads = {own: partial(weights.__getitem__, name) for own, name in layers[number - 1].items()}
+        layer: Mapping[str, Any] = LazyWeights(reads)
         if batches:
-            states, error = run_quantized(config, layer | made, states, targets, data, batches)
-            layers.append(dataclasses.asdict(ErrorRow.of(dataclasses.replace(error, name=f"layer {index}"))))
-        if progress is not None:
-            progress("quantize", index + 1, config.num_hidden_layers)
-    if embedding_bits is not None:
-        packed_embedding = rtn(jnp.asarray(weights[EMBEDDING], jnp.float32), specs[EMBEDDING])
-        quantized[EMBEDDING] = jax.tree.map(np.asarray, packed_embedding)
-    return Calibrated(quantized, layers)
+            layer = {own: jnp.asarray(value, jnp.float32) for own, value in layer.items()}
+        targets, grams = capture_all(config, layer, states, data, batches, scratch)
+        own_specs = {name.removeprefix(prefix): found for name, found in specs.items() if name.startswith(prefix)}
+        task = Layer(config, prefix, layer, own_specs, grams, states, targets, data, batches)
+        made: Weights = {**quantize_layer(task, QUANTIZERS[method], **(settings or {}))}
+        made |= {own: layer[own] for own in layer if own not in made}
+        # Later layers see what is stored.
+        made = {own: v if isinstance(v, PackedTensor) else as_stored(v, stored) for own, v in made.items()}
+        error = None
+        if batches:
+            total = run_quantized(config, made, states, targets, data, batches)
+            error = dataclasses.asdict(ErrorRow.of(dataclasses.replace(total, name=f"layer {number - 1}")))
+        return Part(number, {prefix + own: jax.tree.map(np.asarray, value) for own, value in made.items()}, error)
+
+    if batches:
+        for number in range(1, max(missing, default=0) + 1):
+            if number in missing:
+                yield quantize(number)
+            elif kept is not None:
+                data = (jnp.asarray(frequencies[number - 1]), jnp.asarray(windows[number - 1]))
+                names = layers[number - 1]
+                layer = {own: jax.tree.map(jnp.asarray, kept[name]) for own, name in names.items()}
+                run_quantized(config, layer, states, None, data, batches)
+    else:
+        yield from side_by_side(quantize, missing)
+    if last not in done:
+        others = {name: as_stored(weights[name], stored) for name in rest if name != EMBEDDING}
+        yield Part(last, jax.tree.map(np.asarray, others), None)
 
 
-def capture_all(config, layer: dict, states: list[Array], data, batches: Sequence[Batch]) -> tuple[list[Array], dict]:
+def side_by_side(function: Callable[[int], Part], numbers: Iterable[int]) -> Iterator[Part]:
+    """The function of each number, in order; as many at a time as there are cores, of which a call keeps one busy."""
+    cores = os.cpu_count() or 1
+    with ThreadPoolExecutor(cores) as pool:
+        begun: deque[Future] = deque()
+        for number in numbers:
+            if len(begun) == cores:
+                yield begun.popleft().result()
+            begun.append(pool.submit(function, number))
+        while begun:
+            yield begun.popleft().result()
+
+
+def as_stored(value: Float[Array | np.ndarray, "..."], dtype: Any) -> Float[Array | np.ndarray, "..."]:
+    """A float tensor in the dtype that it is stored in: itself if it has it."""
+    return value if value.dtype == dtype else jnp.asarray(value).astype(dtype)
+
+
+def embed_all(config: DecoderConfig, weights: Mapping[str, Any], batches: Sequence[Batch], scratch) -> States:
+    """The embedded tokens of each batch."""
+    states = States(scratch)
+    if batches:
+        stem = Stacked({EMBEDDING: jnp.asarray(weights[EMBEDDING])}, [])
+        for batch in batches:
+            states.append(embed(config, stem, batch.tokens, jnp.float32))
+    return states
+
+
+def capture_all(config, layer: Mapping, states: States, data, batches: Sequence[Batch], scratch) -> tuple[States, dict]:
     """The layer's outputs, and the mean x x^T over all real tokens of each distinct input of its linears."""
-    targets, sums = [], None
+    targets, sums = States(scratch), None
     for x, batch in zip(states, batches, strict=True):
         y, found = capture(config, layer, x, data, batch)
         targets.append(y)
@@ -141,26 +265,30 @@ def quantize_layer(task: Layer, quantizer: Quantizer, **settings) -> dict[str, A
     packed: dict[str, Array | PackedTensor] = {}
     for joined, hessian in hessians.items():
         names = [f"{name}.weight" for name in joined.split(JOIN)]
-        w = jnp.concatenate([task.weights[name] for name in names])
+        parts = [task.weights[name] for name in names]
+        w = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
         try:
             whole = quantizer.quantize(w, task.specs[names[0]], hessian=hessian, **settings)
         except ArtifactError as error:
             raise ArtifactError(f"{task.prefix}{joined}: {error}") from error
-        sizes = [task.weights[name].shape[0] for name in names]
-        parts = split(whole, sizes) if isinstance(whole, QuantizedTensor) else [whole]
-        packed |= zip(names, parts, strict=True)
+        cut = split(whole, [part.shape[0] for part in parts]) if isinstance(whole, QuantizedTensor) else [whole]
+        packed |= zip(names, cut, strict=True)
     return packed
 
 
-def run_quantized(config, layer: dict, states: list[Array], targets: list[Array], data, batches: Sequence[Batch]):
-    """The quantized layer's outputs, and their summed error against the unquantized layer's on the same inputs."""
-    outputs, total = [], SquaredError("layer", 0.0, 0.0, 0, 0.0)
-    for x, y, batch in zip(states, targets, batches, strict=True):
-        actual = output(config, layer, x, data, batch)
-        wanted, found = (value.reshape(-1, config.hidden_size) for value in (y, actual))
-        total += layer_error("layer", wanted, found, np.asarray(batch.segments).reshape(-1) > 0)
-        outputs.append(actual)
-    return outputs, total
+def run_quantized(
+    config, layer: dict, states: States, targets: Sequence | None, data, batches: Sequence[Batch]
+) -> SquaredError:
+    """Put what the quantized layer puts out in the place of its inputs; the error against `targets`, summed."""
+    total = SquaredError("layer", 0.0, 0.0, 0, 0.0)
+    layer = {name: dense(value, jnp.float32) for name, value in layer.items()}
+    for index, batch in enumerate(batches):
+        found = output(config, layer, states[index], data, batch)
+        states[index] = found
+        if targets is not None:
+            wanted, actual = (value.reshape(-1, config.hidden_size) for value in (targets[index], found))
+            total += layer_error("layer", wanted, actual, np.asarray(batch.segments).reshape(-1) > 0)
+    return total
 
 
 def split(tensor: QuantizedTensor, sizes: list[int]) -> list[QuantizedTensor]:

@@ -4,9 +4,10 @@ Letters: B rows, T tokens, D model, I inputs.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jaxtyping import Array, Float
 
 from compress.data.batch import Batch
@@ -23,10 +24,11 @@ class Layer:
 
     Attributes:
       prefix: of its tensors' names in the model.
-      weights: all its tensors in float32, by their names within the layer.
+      weights: all its tensors in float32, by their names within the layer; without calibration data as they are
+        stored, read on access.
       specs: of its linears' weights.
       grams: the mean x x^T over real tokens of each distinct input, by the linears that it enters, joined by `JOIN`.
-      inputs: what the quantized layers before it put out, a batch each.
+      inputs: what the quantized layers before it put out, a batch each, read on access.
       targets: what the unquantized layer makes of them.
       data: rotary frequencies and window, as `run_block` takes them.
       batches: tokens, positions and segments of `inputs`.
@@ -34,10 +36,10 @@ class Layer:
 
     config: DecoderConfig
     prefix: str
-    weights: dict[str, Float[Array, "..."]]
+    weights: Mapping[str, Float[Array | np.ndarray, "..."]]
     specs: dict[str, QuantSpec]
     grams: dict[str, Float[Array, "I I"]]
-    inputs: Sequence[Float[Array, "B T D"]]
-    targets: Sequence[Float[Array, "B T D"]]
+    inputs: Sequence[Float[np.ndarray, "B T D"]]
+    targets: Sequence[Float[np.ndarray, "B T D"]]
     data: Any
     batches: Sequence[Batch]

@@ -11,11 +11,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from compress.quantize.grid import CLIP_STEPS, choose_grid, encode, float_grid
+from export.checkpoint import count_not_finite
 from export.errors import ArtifactError
 from export.quantized import QuantizedTensor, QuantSpec, misfits, pack
 
-CHUNK = 1 << 15
-"""Weights encoded at a time: in float32 they stay in a core's cache while the search goes over them."""
+BLOCK, CHUNK = 1 << 20, 1 << 17
+"""Weights that are read and rounded at a time, which bounds the memory; and those of them that the search goes over at
+a time, which in float32 stay in a core's cache."""
 
 
 def rtn(w: Float[Array | np.ndarray, "*L I"], spec: QuantSpec, *, clip_steps: int = CLIP_STEPS) -> QuantizedTensor:
@@ -30,14 +32,18 @@ def rtn(w: Float[Array | np.ndarray, "*L I"], spec: QuantSpec, *, clip_steps: in
       ArtifactError: the group size does not divide I, or a weight is NaN or infinite.
     """
     require_quantizable(w, spec)
-    return round_to_nearest(jnp.asarray(w), spec, clip_steps)
+    rows = w.reshape(-1, w.shape[-1])
+    step = 1 << max(0, (BLOCK // w.shape[-1]).bit_length() - 1)
+    blocks = [round_to_nearest(jnp.asarray(rows[at : at + step]), spec, clip_steps) for at in range(0, len(rows), step)]
+    whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *blocks)
+    return jax.tree.map(lambda leaf: leaf.reshape(*w.shape[:-1], leaf.shape[-1]), whole)
 
 
 def require_quantizable(w: Float[Array | np.ndarray, "*L I"], spec: QuantSpec) -> None:
     """Refuse a weight that no grid can hold; the caller knows the tensor's name and adds it."""
     if misfits({"": w.shape}, spec.group_size):
         raise ArtifactError(f"{w.shape[-1]} inputs: not a multiple of group_size = {spec.group_size}")
-    broken = int(jnp.sum(~jnp.isfinite(jnp.asarray(w))))
+    broken = count_not_finite(np.asarray(w))
     if broken:
         raise ArtifactError(f"{broken} of {w.size} weights are NaN or infinite; repair the checkpoint first")
 
@@ -46,15 +52,19 @@ def require_quantizable(w: Float[Array | np.ndarray, "*L I"], spec: QuantSpec) -
 def round_to_nearest(w: Float[Array, "*L I"], spec: QuantSpec, clip_steps: int = CLIP_STEPS) -> QuantizedTensor:
     """`rtn` without its checks, for use inside jit."""
 
-    def row(w: Float[Array, "1 I"]):
+    def chunk(w: Float[Array, "C I"]) -> QuantizedTensor:
         scale, zero = choose_grid(w, spec, clip_steps=clip_steps)
         s, z = (jnp.repeat(part, spec.group_size, axis=-1) for part in float_grid(scale, zero, spec))
         codes = encode(w.astype(jnp.float32), s, z, spec.bits).astype(jnp.uint8)
         return QuantizedTensor(pack(codes, spec.bits), scale, zero, spec)
 
-    rows = w.reshape(-1, 1, w.shape[-1])
-    done = jax.lax.map(row, rows, batch_size=max(1, min(len(rows), CHUNK // w.shape[-1])))
-    return jax.tree.map(lambda leaf: leaf.reshape(*w.shape[:-1], leaf.shape[-1]), done)
+    rows = w.reshape(-1, w.shape[-1])
+    size = max(1, CHUNK // w.shape[-1])
+    whole = len(rows) - len(rows) % size
+    done = [jax.lax.map(chunk, rows[:whole].reshape(-1, size, w.shape[-1]))] if whole else []
+    done += [chunk(rows[whole:])] if whole < len(rows) else []
+    joined = lambda *leaves: jnp.concatenate([leaf.reshape(-1, leaf.shape[-1]) for leaf in leaves])  # noqa: E731
+    return jax.tree.map(lambda leaf: leaf.reshape(*w.shape[:-1], leaf.shape[-1]), jax.tree.map(joined, *done))
 
 
 def fake_quantize(w: Float[Array, "*L I"], spec: QuantSpec) -> Float[Array, "*L I"]:
