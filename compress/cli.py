@@ -83,7 +83,7 @@ STAGES = {
         "compress.quantize.stage:run",
         "DIR",
         True,
-        "Round the weights to 4 or 8 bits.",
+        "Round the weights to 3 to 8 bits.",
         ("compress quantize --model aligned/ --bits 4 --group-size 64 --calibration text.jsonl --out small/",),
     ),
     "eval": Stage(

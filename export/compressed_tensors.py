@@ -1,7 +1,8 @@
 """Quantized checkpoints as vLLM and transformers load them: compressed-tensors, format `pack-quantized`.
 
-A code is stored as signed + 2**(bits - 1), which is our unsigned code, and a word of 32 bits holds its codes low bits
-first, which is our order: so codes go to disk and back as a view. Zero points are packed down the outputs instead.
+A code is stored as signed + 2**(bits - 1), which is our unsigned code, and words of 32 bits hold a row's codes as one
+stream of bits, the low ones first, which is our order: so codes go to disk and back as a view. Zero points are packed
+down the outputs instead.
 https://github.com/vllm-project/compressed-tensors
 
 Letters: O outputs, I inputs, G groups, W words.
@@ -30,7 +31,7 @@ from export.checkpoint import (
     write_config,
 )
 from export.errors import ArtifactError
-from export.quantized import QuantizedTensor, QuantSpec, pack, unpack
+from export.quantized import BITS, QuantizedTensor, QuantSpec, pack, unpack
 from export.safetensors import SHARD_LIMIT, read_tensors, write_tensors
 from export.untrusted import read_object
 
@@ -184,16 +185,16 @@ def to_words(packed: UInt8[np.ndarray, "O P"]) -> Int32[np.ndarray, "O W"]:
 
 def pack_zeros(zero: UInt8[np.ndarray, "O G"], bits: int) -> Int32[np.ndarray, "W G"]:
     """Zero points in words that run down the outputs."""
-    down = zero.T
-    if bits == 4 and down.shape[-1] % 2:
-        down = np.pad(down, ((0, 0), (0, 1)))
-    return np.ascontiguousarray(to_words(np.asarray(pack(down, bits))).T)
+    padded = np.pad(zero.T, ((0, 0), (0, -len(zero) % 8)))
+    words = to_words(np.asarray(pack(padded, bits)))[:, : -(-len(zero) * bits // 32)]
+    return np.ascontiguousarray(words.T)
 
 
 def unpack_zeros(words: Int32[np.ndarray, "W G"], bits: int, outputs: int) -> UInt8[np.ndarray, "O G"]:
     """Undo `pack_zeros`."""
-    down = np.ascontiguousarray(words.T).view(np.uint8)
-    return np.ascontiguousarray(unpack(down, bits)[:, :outputs].T)
+    stream = np.ascontiguousarray(words.T).view(np.uint8)
+    whole = np.pad(stream, ((0, 0), (0, -stream.shape[-1] % bits)))
+    return np.ascontiguousarray(unpack(whole, bits)[:, :outputs].T)
 
 
 def read(path: str | os.PathLike) -> Checkpoint:
@@ -268,8 +269,9 @@ def _read_group(group: Any, layout: Any, where: str) -> Scheme:
     if group.get("input_activations") or group.get("output_activations"):
         raise ArtifactError(f"{where}: quantized activations are not read, only weights")
     bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
-    if weights.get("type", "int") != "int" or type(bits) is not int or bits not in (4, 8):
-        raise ArtifactError(f"{where}: {weights.get('type')} of {bits} bits is not read, only int of 4 or 8")
+    if weights.get("type", "int") != "int" or type(bits) is not int or bits not in BITS:
+        known = ", ".join(map(str, BITS))
+        raise ArtifactError(f"{where}: {weights.get('type')} of {bits} bits is not read, only int of {known}")
     if weights.get("actorder") == "group":
         raise ArtifactError(f"{where}: actorder 'group' reorders columns and is not read; quantize with 'static'")
     if strategy not in (None, "group", "channel"):
@@ -291,6 +293,7 @@ def _match(module: str, parts: set[str], stored: LazyWeights, schemes: list[Sche
     outputs, inputs = map(int, shape)
     if scale.ndim != 2 or scale.dtype.name not in DTYPES or outputs != packed.shape[0]:
         return f"{module}: weight_scale {scale.dtype} {scale.shape} and weight_packed {packed.shape} do not fit"
+    specs = set()
     for scheme in schemes:
         size = scheme.group_size or inputs
         fits = inputs >= 2 and inputs % size == 0 and scale.shape == (outputs, inputs // size)
@@ -300,9 +303,11 @@ def _match(module: str, parts: set[str], stored: LazyWeights, schemes: list[Sche
                 wanted = (-(-outputs * scheme.bits // 32), inputs // size)
                 if zero.shape != wanted or zero.dtype != np.int32:
                     return f"{module}: weight_zero_point {zero.dtype} {zero.shape} must be int32 {wanted}"
-            return QuantSpec(scheme.bits, size, scheme.symmetric, scale.dtype.name)
+            specs.add(QuantSpec(scheme.bits, size, scheme.symmetric, scale.dtype.name))
+    if len(specs) == 1:
+        return specs.pop()
     found = f"weight_packed {packed.shape}, weight_scale {scale.shape}, weight_shape {(outputs, inputs)}"
-    return f"{module}: {found} fit no group of the config"
+    return f"{module}: {found} fit {'several groups' if specs else 'no group'} of the config"
 
 
 def _load(stored: LazyWeights, module: str, spec: QuantSpec) -> QuantizedTensor:

@@ -6,6 +6,9 @@ Letters: L stacked layers (or none), O outputs, I inputs, G groups or blocks of 
 """
 
 import dataclasses
+import functools
+import math
+import operator
 from statistics import NormalDist
 
 import jax
@@ -15,6 +18,9 @@ from jaxtyping import Array, Float, UInt8
 
 from export.errors import ArtifactError
 from export.pytree import register
+
+BITS = (3, 4, 5, 6, 8)
+"""Bits that a code may have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +33,12 @@ class QuantSpec:
     scale_dtype: str = "bfloat16"
 
     def __post_init__(self):
-        if self.bits not in (4, 8):
-            raise ArtifactError(f"bits = {self.bits}: only 4 and 8 can be packed")
-        if self.group_size < 2 or self.group_size % 2:
-            raise ArtifactError(f"group_size = {self.group_size}: must be a positive even number")
+        if self.bits not in BITS:
+            raise ArtifactError(f"bits = {self.bits}: only {', '.join(map(str, BITS))} can be packed")
+        if self.group_size < 2 or self.group_size * self.bits % 8:
+            raise ArtifactError(
+                f"group_size = {self.group_size}: {self.bits}-bit codes of a group must fill whole bytes"
+            )
 
     @property
     def levels(self) -> int:
@@ -43,8 +51,8 @@ class QuantizedTensor:
     """A weight [*L, O, I] as unsigned codes q, one scale s and one zero z a group: w = (q - z) * s.
 
     Attributes:
-      packed: uint8 [*L, O, I * bits / 8]. At 4 bits input 2k is the low nibble of byte k and input 2k + 1 the
-        high one; at 8 bits a code is a byte.
+      packed: uint8 [*L, O, I * bits / 8]. A row's codes are a stream of bits, the low ones first: bit b of input i is
+        bit (bits * i + b) % 8 of byte (bits * i + b) // 8.
       scale: `spec.scale_dtype` [*L, O, G].
       zero: uint8 [*L, O, G] in 0 .. levels - 1; None when symmetric, and then z = levels / 2.
       spec: static.
@@ -168,11 +176,9 @@ Weights = dict[str, Array | np.ndarray | PackedTensor]
 
 
 def pack(codes: UInt8[Array | np.ndarray, "*L I"], bits: int) -> UInt8[Array | np.ndarray, "*L P"]:
-    """Put codes side by side into bytes, low nibble first; 8-bit codes are bytes already. NumPy in, NumPy out."""
-    if bits == 8:
-        return codes
-    if isinstance(codes, np.ndarray):
-        return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    """Put codes side by side into bytes, low bits first, a whole number of bytes a row. NumPy in, NumPy out."""
+    if bits != 4 or isinstance(codes, np.ndarray):
+        return _recut(codes, bits, 8)
     # XLA on a CPU takes the strided halves one by one.
     pairs = jax.lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2), jnp.uint16)
     return (pairs | (pairs >> 4)).astype(jnp.uint8)
@@ -180,11 +186,28 @@ def pack(codes: UInt8[Array | np.ndarray, "*L I"], bits: int) -> UInt8[Array | n
 
 def unpack(packed: UInt8[Array | np.ndarray, "*L P"], bits: int) -> UInt8[Array | np.ndarray, "*L I"]:
     """Undo `pack`."""
-    if bits == 8:
-        return packed
-    stack = np.stack if isinstance(packed, np.ndarray) else jnp.stack
-    pairs = stack([packed & 15, packed >> 4], axis=-1)
-    return pairs.reshape(*packed.shape[:-1], packed.shape[-1] * 2)
+    return _recut(packed, 8, bits)
+
+
+def _recut(fields: UInt8[Array | np.ndarray, "*L N"], old: int, new: int) -> UInt8[Array | np.ndarray, "*L M"]:
+    """Cut a stream of `old`-bit fields into fields of `new` bits: M = N * old / new."""
+    if old == new:
+        return fields
+    run, size = math.lcm(old, new), fields.shape[-1]  # after `run` bits, both begin a field again
+    within = fields.reshape(*fields.shape[:-1], size * old // run, run // old)
+
+    def field(start: int):
+        overlapping = range(start // old, -(-(start + new) // old))
+        parts = [_shift(within[..., i], i * old - start) for i in overlapping]
+        return functools.reduce(operator.or_, parts) & ((1 << new) - 1)
+
+    library = np if isinstance(fields, np.ndarray) else jnp
+    made = library.stack([field(start) for start in range(0, run, new)], axis=-1)
+    return made.reshape(*fields.shape[:-1], size * old // new)
+
+
+def _shift(fields, by: int):
+    return fields << by if by > 0 else fields >> -by if by else fields
 
 
 def misfits(shapes: dict[str, tuple[int, ...]], group_size: int) -> list[str]:

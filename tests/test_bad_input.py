@@ -380,7 +380,7 @@ def test_a_model_that_is_not_in_the_cache(fails):
     [
         ("[quantize]\nbit = 8\n", "recipe.toml [quantize]: no key 'bit'; did you mean 'bits'?"),
         ("[quantise]\nbits = 8\n", "no key 'quantise'; did you mean 'quantize'?"),
-        ("[quantize]\nbits = 5\n", "expected 4 or 8"),
+        ("[quantize]\nbits = 7\n", "expected 3, 4, 5, 6 or 8"),
         ("[quantize\n", "not valid TOML"),
         ("", "no stage"),
         ('[eval]\ndata = ["x"]\n', "no stage before it makes one"),
@@ -444,7 +444,7 @@ def test_a_report_with_a_number_that_is_none(number, tmp_path, fails):
     fails("gate report.json", 4, "report.json")
 
 
-@pytest.mark.parametrize(("kind", "flag"), [("Q4_0", "--symmetric"), ("Q4_1", "--asymmetric")])
+@pytest.mark.parametrize(("kind", "flag"), [("Q4_0", "--symmetric"), ("Q4_1", "--asymmetric"), ("Q5_0", "--symmetric")])
 def test_a_gguf_type_that_the_weights_are_not_in(kind, flag, fails):
     fails(f"export --model good --format gguf --gguf-type {kind} --out out", 2, kind, f"--bits 4 {flag} first")
 

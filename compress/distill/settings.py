@@ -91,7 +91,7 @@ class Distill(Training):
         default="none",
         metadata={"help": "Train the linears as they are, or as rtn will round them; then they are written rounded."},
     )
-    bits: Literal[4, 8] | None = field(
+    bits: Literal[3, 4, 5, 6, 8] | None = field(
         default=None, metadata={"help": "Bits of a linear's weight where it is rounded; 4 if not given."}
     )
     group_size: Literal[32, 64, 128, 256] = field(

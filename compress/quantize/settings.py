@@ -15,7 +15,7 @@ class Quantize:
     model: str | None = field(
         default=None, metadata={"help": "Model folder or GGUF file.", "model": True, "chained": True}
     )
-    bits: Literal[4, 8] = field(default=4, metadata={"help": "Bits of a weight."})
+    bits: Literal[3, 4, 5, 6, 8] = field(default=4, metadata={"help": "Bits of a weight."})
     group_size: int = field(default=64, metadata={"help": "Inputs that share a scale.", "min": 32, "max": 256})
     symmetric: bool = field(
         default=True, metadata={"help": "Levels around zero, or with a zero point a group.", "off": "asymmetric"}
@@ -31,7 +31,7 @@ class Quantize:
         default=16384, metadata={"help": "Tokens of it to use, of each file an equal share.", "min": 1}
     )
     sequence_length: int = field(default=512, metadata={"help": "Tokens in a calibration row.", "min": 2, "max": 2**20})
-    embedding_bits: Literal[8] | None = field(
+    embedding_bits: Literal[4, 5, 6, 8] | None = field(
         default=None, metadata={"help": "Bits of the embedding; kept in floats if not given."}
     )
     damp: float = field(
