@@ -30,7 +30,7 @@ PROBE_LOGITS = 64
 # what is stored exactly differs only by the order of float32 sums; floats are rounded to bfloat16 or float16, and in
 # GGUF an asymmetric group's minimum too; Q8_0 rounds every matrix to 8 bits. A wrong model differs by more than 1.
 EXACT, ROUNDED, COARSE = 1e-3, 0.1, 0.5
-FOUR_BITS = ("Q4_0", "Q4_1")
+INTEGERS = {"Q4_0": (4, True), "Q4_1": (4, False), "Q5_0": (5, True), "Q5_1": (5, False)}
 PACKED = ("compressed-tensors", "bitsandbytes")
 PEFT_BASES = (*PACKED, "safetensors")
 
@@ -72,8 +72,8 @@ def write_artifact(model: Model, name: str, folder: Path, settings: Export, sour
     model = model if kept else model.merged()
     require_form(model.is_nf4, name, settings.gguf_type, source)
     options: dict[str, Any] = {}
-    if name == "gguf" and settings.gguf_type in FOUR_BITS:
-        require_four_bits(model, settings.gguf_type, source)
+    if name == "gguf" and settings.gguf_type in INTEGERS:
+        require_integers(model, settings.gguf_type, source)
     elif name == "gguf" and settings.gguf_type != "auto":
         model, options = model.dequantized(), {"float_type": settings.gguf_type}
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,19 +109,17 @@ def write_card(folder: Path, facts: dict[str, Any], said: dict[str, Any] | None 
     write_manifest(folder, facts)
 
 
-def require_four_bits(model: Model, gguf_type: str, source: str) -> None:
-    """Refuse a 4-bit GGUF type that the model's weights are not in: choosing their codes is the quantizer's work.
+def require_integers(model: Model, gguf_type: str, source: str) -> None:
+    """Refuse a GGUF type that the model's weights are not in: choosing their codes is the quantizer's work.
 
     Raises:
-      RecipeError: the model is not in 4 bits, or has zero points where the type has none, or the other way round.
+      RecipeError: the model is not in its bits, or has zero points where the type has none, or the other way round.
     """
+    bits, symmetric = INTEGERS[gguf_type]
     specs = {value.spec for value in model.weights.values() if isinstance(value, QuantizedTensor)}
-    found = {spec.symmetric for spec in specs if spec.bits == 4}
-    if found != {gguf_type == "Q4_0"}:
-        flag = "--symmetric" if gguf_type == "Q4_0" else "--asymmetric"
-        raise RecipeError(
-            f"gguf_type = {gguf_type}: the weights of {source} are not in it; compress quantize --bits 4 {flag} first"
-        )
+    if {spec.symmetric for spec in specs if spec.bits == bits} != {symmetric}:
+        cure = f"compress quantize --bits {bits} {'--symmetric' if symmetric else '--asymmetric'} first"
+        raise RecipeError(f"gguf_type = {gguf_type}: the weights of {source} are not in it; {cure}")
 
 
 def require_form(is_nf4: bool, name: str, gguf_type: str, source: str) -> None:

@@ -8,10 +8,13 @@ from compress.artifact import require_form
 from compress.data.rows import Rows
 from compress.distill.cache import check_temperatures, check_top_k
 from compress.distill.student import student_architecture
+from compress.errors import RecipeError
 from compress.models.config import DecoderConfig
 from compress.models.folder import architecture
 from compress.quantize.preflight import check_settings, require_fit
 from compress.settings import Data
+from export.errors import ArtifactError
+from export.gguf_blocks import require_gguf_form
 
 
 def preflight(stages: dict[str, Any], data: Data, policy: Path | None) -> None:
@@ -28,6 +31,8 @@ def preflight(stages: dict[str, Any], data: Data, policy: Path | None) -> None:
     if {"quantize", "export"} <= stages.keys():
         for name in stages["export"].format:
             require_form(stages["quantize"].method == "nf4", name, stages["export"].gguf_type, "[quantize]")
+    if "gguf" in getattr(stages.get("export"), "format", ()) and stages["export"].gguf_type not in ("F16", "Q8_0"):
+        _require_gguf_form(stages)
     for settings in stages.values():
         for key in ("data", "valid", "calibration"):
             if getattr(settings, key, ()):
@@ -47,6 +52,24 @@ def preflight(stages: dict[str, Any], data: Data, policy: Path | None) -> None:
             require_fit(config, aligned.group_size, method=aligned.base)
     if "quantize" in stages:
         check_settings(stages["quantize"], config)
+
+
+def _require_gguf_form(stages: dict[str, Any]) -> None:
+    """What the last stage that rounds makes has a block type.
+
+    Raises:
+      RecipeError: it has none.
+    """
+    rounds = {"quantize": "quantize" in stages, "distill": getattr(stages.get("distill"), "is_rounded", False)}
+    name = next((name for name, does in rounds.items() if does), None)
+    if name is None:
+        return
+    settings = stages[name]
+    try:
+        for bits in filter(None, (settings.bits or 4, getattr(settings, "embedding_bits", None))):
+            require_gguf_form(f"[{name}]", bits, settings.symmetric)
+    except ArtifactError as error:
+        raise RecipeError(str(error)) from None
 
 
 def _first_model(stages: dict[str, Any]) -> DecoderConfig | None:

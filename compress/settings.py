@@ -113,8 +113,9 @@ class Export:
     format: tuple[Literal["compressed-tensors", "bitsandbytes", "gguf", "safetensors", "orbax"], ...] = field(
         default=("compressed-tensors",), metadata={"help": "Format to write; several are written side by side."}
     )
-    gguf_type: Literal["auto", "F16", "Q8_0", "Q4_0", "Q4_1"] = field(
-        default="auto", metadata={"help": "GGUF tensor type; auto keeps 4-bit weights as Q4_0 or Q4_1, others as F16."}
+    gguf_type: Literal["auto", "F16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"] = field(
+        default="auto",
+        metadata={"help": "GGUF tensor type; auto keeps 4 and 5 bits as Q4 or Q5, 8 bits as Q8_0, floats as F16."},
     )
     adapters: Literal["merge", "keep"] = field(
         default="merge",

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -83,8 +84,8 @@ def _load_as_hf(header: Header, info: TensorInfo, arch: Architecture, config: di
 def write(checkpoint: Checkpoint, path: str | os.PathLike, *, float_type: str = "F16") -> None:
     """Write a GGUF file at `path` if that ends in .gguf, else `model.gguf` in the folder `path`.
 
-    Quantized tensors keep their integers and scales: 4 bits become Q4_0, with zero points Q4_1, 8 bits Q8_0. Other
-    matrices are stored as `float_type`, vectors as F32. Tensors are encoded one at a time.
+    Quantized tensors keep their integers and scales: 4 bits become Q4_0, with zero points Q4_1, 5 bits Q5_0 or Q5_1,
+    8 bits Q8_0. Other matrices are stored as `float_type`, vectors as F32. Tensors are encoded one at a time.
 
     Raises:
       ArtifactError: the architecture, tokenizer or a tensor has no form in GGUF, or a number is out of range.
@@ -101,7 +102,7 @@ def write(checkpoint: Checkpoint, path: str | os.PathLike, *, float_type: str = 
     plan = _plan(arch, config, tensors, float_type)
     writer = GGUFWriter(path, arch.name)
     try:
-        for key, value in (_general(checkpoint, plan, float_type) | keys).items():
+        for key, value in (_general(checkpoint, plan) | keys).items():
             _add(writer, key, value)
         for name, (_, shape, kind) in plan.items():
             block, size = GGML_QUANT_SIZES[kind]
@@ -186,11 +187,9 @@ def _encoded(arch: Architecture, config: dict[str, Any], name: str, value: Any, 
     return encode(name, value, kind)
 
 
-def _general(checkpoint: Checkpoint, plan: dict, float_type: str) -> dict[str, Any]:
-    kinds = [kind.name for _, shape, kind in plan.values() if len(shape) > 1]
-    most = next((kind for kind in ("Q4_0", "Q4_1") if kind in kinds), None)
-    if most is None:
-        most = "Q8_0" if kinds.count("Q8_0") > len(kinds) // 2 else float_type
+def _general(checkpoint: Checkpoint, plan: dict) -> dict[str, Any]:
+    kinds = Counter(kind.name for _, shape, kind in plan.values() if len(shape) > 1)
+    most = kinds.most_common(1)[0][0]
     file_type = LlamaFileType.ALL_F32 if most == "F32" else LlamaFileType[f"MOSTLY_{most}"]
     name = str(checkpoint.config.get("_name_or_path") or "").rstrip("/").rsplit("/", 1)[-1]
     return {

@@ -18,6 +18,14 @@ READABLE = tuple(
     GGMLQuantizationType[name]
     for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 )
+# By bits and symmetry of a quantized tensor.
+QUANTIZED = {
+    (4, True): GGMLQuantizationType.Q4_0,
+    (4, False): GGMLQuantizationType.Q4_1,
+    (5, True): GGMLQuantizationType.Q5_0,
+    (5, False): GGMLQuantizationType.Q5_1,
+    (8, True): GGMLQuantizationType.Q8_0,
+}
 FLOAT_TYPES = ("F32", "F16", "BF16", "Q8_0")
 BLOCK = 32
 CHUNK = 1 << 20  # elements converted at a time, so that a conversion needs little beyond its result
@@ -58,18 +66,28 @@ def block_type(name: str, value: np.ndarray | jax.Array | QuantizedTensor, float
             f"{name}: groups of {spec.group_size}: GGUF's blocks of {BLOCK} must lie within a group; "
             "quantize with a group size that is a multiple of 32"
         )
-    if spec.bits == 4:
-        return GGMLQuantizationType.Q4_0 if spec.symmetric else GGMLQuantizationType.Q4_1
-    if not spec.symmetric:
-        raise ArtifactError(f"{name}: 8 bits with zero points have no GGUF form; quantize it symmetrically")
-    return GGMLQuantizationType.Q8_0
+    require_gguf_form(name, spec.bits, spec.symmetric)
+    return QUANTIZED[spec.bits, spec.symmetric]
+
+
+def require_gguf_form(name: str, bits: int, symmetric: bool) -> None:
+    """Refuse what no block type holds.
+
+    Raises:
+      ArtifactError: it says which bits there are.
+    """
+    if (bits, symmetric) not in QUANTIZED:
+        raise ArtifactError(
+            f"{name}: {bits} bits {'without' if symmetric else 'with'} zero points have no GGUF form; "
+            "quantize to 4 or 5 bits, or to 8 symmetrically"
+        )
 
 
 def encode(name: str, value: np.ndarray | QuantizedTensor, kind: GGMLQuantizationType) -> UInt8[np.ndarray, "..."]:
     """A tensor as the bytes of its blocks, row by row, in the type that `block_type` gave.
 
-    A quantized tensor keeps its integers, and its scales exactly (see `half_scales`); a Q4_1 block stores the offset
-    -z * s rounded to float16.
+    A quantized tensor keeps its integers, and its scales exactly (see `half_scales`); a Q4_1 or Q5_1 block stores the
+    offset -z * s rounded to float16.
 
     Raises:
       ArtifactError: a value is NaN, infinite or out of the type's range.
@@ -110,15 +128,18 @@ def _encode_quantized(name: str, tensor: QuantizedTensor, kind: GGMLQuantization
     if kind == GGMLQuantizationType.Q8_0:
         signed = (packed ^ 128).reshape(rows, blocks, BLOCK)  # q - 128 in two's complement
         return np.concatenate([d.view(np.uint8), signed], axis=-1).reshape(rows, -1)
-    codes = unpack(packed, 4).reshape(rows, blocks, 2, BLOCK // 2)
-    nibbles = codes[:, :, 0] | codes[:, :, 1] << 4
-    parts = [d.view(np.uint8), nibbles]
-    if kind == GGMLQuantizationType.Q4_1:
+    codes = unpack(packed, tensor.spec.bits).reshape(rows, blocks, BLOCK)
+    parts = [d.view(np.uint8)]
+    if tensor.zero is not None:
         offset = -np.asarray(tensor.zero).astype(np.float32) * np.asarray(tensor.scale).astype(np.float32)
         m = np.repeat(offset.astype(np.float16), per_group, axis=1)[..., None]
         if not np.isfinite(m).all():
             raise ArtifactError(f"{name}: an offset -z * s out of float16's range; export compressed-tensors instead")
-        parts.insert(1, m.view(np.uint8))
+        parts.append(m.view(np.uint8))
+    if tensor.spec.bits == 5:
+        parts.append(np.packbits(codes >> 4, axis=-1, bitorder="little"))
+    first, second = np.split(codes, 2, axis=-1)
+    parts.append(first & 15 | second << 4)
     return np.concatenate(parts, axis=-1).reshape(rows, -1)
 
 

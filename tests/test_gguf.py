@@ -145,6 +145,8 @@ def test_rows_of_a_llama_head_are_stored_as_neighbours():
     [
         (QuantSpec(4, 32), "Q4_0", 2),
         (QuantSpec(4, 32, symmetric=False), "Q4_1", 3),
+        (QuantSpec(5, 32), "Q5_0", 8),
+        (QuantSpec(5, 32, symmetric=False), "Q5_1", 9),
         (QuantSpec(8, 32), "Q8_0", 7),
     ],
     ids=str,

@@ -144,6 +144,8 @@ SPECS = [
     QuantSpec(8, 128),
     QuantSpec(4, 32, symmetric=False),
     QuantSpec(4, 128, symmetric=False),
+    QuantSpec(5, 32),
+    QuantSpec(5, 64, symmetric=False),
 ]
 
 
@@ -193,7 +195,12 @@ def test_a_float32_scale_that_float16_cannot_hold_is_refused():
 
 @pytest.mark.parametrize(
     ("spec", "reason"),
-    [(QuantSpec(4, 48), "groups of 48"), (QuantSpec(8, 32, symmetric=False), "8 bits with zero points")],
+    [
+        (QuantSpec(4, 48), "groups of 48"),
+        (QuantSpec(8, 32, symmetric=False), "8 bits with zero points"),
+        (QuantSpec(3, 32), "3 bits without zero points"),
+        (QuantSpec(6, 32, symmetric=False), "6 bits with zero points"),
+    ],
 )
 def test_what_has_no_block_type_is_refused_by_name(spec, reason):
     with pytest.raises(ArtifactError, match=rf"^layers\.0: {reason}"):

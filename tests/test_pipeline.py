@@ -390,6 +390,16 @@ def test_a_run_of_preference_pairs_reports_what_the_pairs_say(world):
             2,
             "not in NF4: compress quantize --method nf4",
         ),
+        (
+            ("group_size = 32\ncalibration", "group_size = 32\nbits = 3\ncalibration"),
+            2,
+            "3 bits without zero points have",
+        ),
+        (
+            ("group_size = 32\ncalibration", "group_size = 32\nsymmetric = false\nembedding_bits = 8\ncalibration"),
+            2,
+            "[quantize]: 8 bits with zero points have no GGUF form",
+        ),
         (('data = ["valid.jsonl"]\nwindow', 'data = ["none.jsonl"]\nwindow'), 4, "none.jsonl: no such file"),
         (("[generate]", '[gate]\npolicy = "none.toml"\n[generate]'), 4, "none.toml: no such file"),
         (('teacher = "teacher"', 'teacher = "nowhere"'), 2, "nowhere: no such model"),

@@ -53,7 +53,8 @@ def by_orbax(folder: Path, tokens: np.ndarray) -> np.ndarray:
         if name in specs:
             bits, size = specs[name]["bits"], specs[name]["group_size"]
             packed = np.asarray(value["packed"])
-            codes = packed if bits == 8 else np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+            stream = np.unpackbits(packed, axis=-1, bitorder="little").reshape(len(packed), -1, bits)
+            codes = stream @ (1 << np.arange(bits))
             zero = np.asarray(value.get("zero", np.full(value["scale"].shape, 2 ** (bits - 1))), np.float32)
             groups = codes.reshape(*zero.shape, size) - zero[..., None]
             value = (groups * np.asarray(value["scale"], np.float32)[..., None]).reshape(codes.shape)
@@ -87,17 +88,24 @@ ROWS = [
     Row("safetensors", "float", by_transformers, EXACT),
     Row("compressed-tensors", "int4", by_transformers, EXACT),
     Row("compressed-tensors", "int4 asymmetric", by_transformers, EXACT),
+    Row("compressed-tensors", "int3 asymmetric", by_transformers, EXACT),
+    Row("compressed-tensors", "int5 asymmetric", by_transformers, EXACT),
+    Row("compressed-tensors", "int6 asymmetric", by_transformers, EXACT),
     Row("compressed-tensors", "several", by_transformers, EXACT),
+    Row("compressed-tensors", "all bits", by_transformers, EXACT),
     Row("bitsandbytes", "nf4", by_bitsandbytes, EXACT, {"dtype": "float32"}),
     Row("gguf", "float", by_llama_cpp, EXACT, {"float_type": "F32"}),
     Row("gguf", "float", by_llama_cpp, HALF, {"float_type": "F16"}),
     Row("gguf", "float", by_llama_cpp, BYTE, {"float_type": "Q8_0"}),
     Row("gguf", "int4", by_llama_cpp, BYTE),
     Row("gguf", "int4 asymmetric", by_llama_cpp, BYTE),
+    Row("gguf", "int5", by_llama_cpp, BYTE),
+    Row("gguf", "int5 asymmetric", by_llama_cpp, BYTE),
     Row("gguf", "several", by_llama_cpp, BYTE),
+    Row("gguf", "blocks", by_llama_cpp, BYTE),
     Row("orbax", "float", by_orbax, EXACT),
     Row("orbax", "int4 asymmetric", by_orbax, EXACT),
-    Row("orbax", "several", by_orbax, EXACT),
+    Row("orbax", "all bits", by_orbax, EXACT),
 ]
 
 
