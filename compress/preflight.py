@@ -65,9 +65,11 @@ def _require_gguf_form(stages: dict[str, Any]) -> None:
     if name is None:
         return
     settings = stages[name]
+    mixed = getattr(settings, "is_mixed", False)
+    wanted = settings.allowed_bits if mixed else (settings.bits or 4, getattr(settings, "embedding_bits", None))
     try:
-        for bits in filter(None, (settings.bits or 4, getattr(settings, "embedding_bits", None))):
-            require_gguf_form(f"[{name}]", bits, settings.symmetric)
+        for bits in filter(None, wanted):
+            require_gguf_form(f"[{name}]", bits, settings.symmetric or mixed)
     except ArtifactError as error:
         raise RecipeError(str(error)) from None
 

@@ -143,6 +143,7 @@ def quantize_parts(
     *,
     embedding_bits: int | None = None,
     fallback_group_size: int | None = None,
+    specs: dict[str, QuantSpec] | None = None,
     settings: dict[str, Any] | None = None,
     done: Collection[int] = (),
     kept: Mapping[str, Any] | None = None,
@@ -156,6 +157,8 @@ def quantize_parts(
       weights: floats.
       batches: calibration data; without any (which only a method that needs none allows) no layer's output is
         measured.
+      specs: of every linear of the blocks, and of embedding and head if they are to be quantized; in place of `spec`,
+        `embedding_bits` and `fallback_group_size`. Linears that share an input have one.
       settings: keywords of the quantizer.
       done: parts that an earlier run has made; they are not made again.
       kept: at least their weights, of which the layers among them put out what the next ones see.
@@ -165,15 +168,21 @@ def quantize_parts(
       RecipeError: groups that do not divide a layer's inputs, before any work.
       ArtifactError: a tensor that cannot be quantized; it is named.
     """
-    specs = spec_of_layers(config, spec, fallback_group_size, embedding_bits)
+    specs = specs or spec_of_layers(config, spec, fallback_group_size, embedding_bits)
     rest, layers = split_layers(config, {name: name for name in weights})
     stored = jnp.dtype(spec.scale_dtype)
     last = len(layers) + 1
+
+    def outside(names: Sequence[str]) -> Weights:
+        """Tensors outside the layers: rounded to nearest if they have a spec."""
+        made = {}
+        for name in names:
+            value = weights[name]
+            made[name] = rtn(value, specs[name]) if name in specs else as_stored(value, stored)
+        return jax.tree.map(np.asarray, made)
+
     if 0 not in done:
-        table: Any = weights[EMBEDDING]
-        table = rtn(table, specs[EMBEDDING]) if embedding_bits is not None else as_stored(table, stored)
-        yield Part(0, {EMBEDDING: jax.tree.map(np.asarray, table)}, None)
-        del table
+        yield Part(0, outside([EMBEDDING]), None)
     missing = [number for number in range(1, last) if number not in done]
     states = embed_all(config, weights, batches, scratch)
     frequencies, windows = layer_data(config)
@@ -210,8 +219,7 @@ def quantize_parts(
     else:
         yield from side_by_side(quantize, missing)
     if last not in done:
-        others = {name: as_stored(weights[name], stored) for name in rest if name != EMBEDDING}
-        yield Part(last, jax.tree.map(np.asarray, others), None)
+        yield Part(last, outside([name for name in rest if name != EMBEDDING]), None)
 
 
 def side_by_side(function: Callable[[int], Part], numbers: Iterable[int]) -> Iterator[Part]:

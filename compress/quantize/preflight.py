@@ -38,6 +38,11 @@ def check_settings(settings: Quantize, config: DecoderConfig) -> None:
     spec = QuantSpec(bits=settings.bits, group_size=settings.group_size, symmetric=settings.symmetric)
     if settings.method == "nf4":
         require_fit(config, settings.group_size, method="nf4")
+    if settings.is_mixed:
+        require_fit(config, min(settings.group_sizes), embedding=settings.budget_format == "gguf")
+        if not settings.calibration:
+            raise RecipeError("--calibration is missing: it takes text to measure what each layer's bits cost")
+        return
     spec_of_layers(config, spec, settings.fallback_group_size, settings.embedding_bits)
     if QUANTIZERS[settings.method].calibrated and not settings.calibration:
         raise RecipeError(

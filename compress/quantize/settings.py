@@ -1,6 +1,7 @@
 """Keys of the recipe's [quantize] table."""
 
 import dataclasses
+import re
 from dataclasses import field
 from pathlib import Path
 from typing import Literal
@@ -40,6 +41,26 @@ class Quantize:
     fallback_group_size: int | None = field(
         default=None, metadata={"help": "Group size for layers that group_size does not divide.", "min": 32, "max": 256}
     )
+    budget: str | None = field(
+        default=None,
+        metadata={"help": "Choose bits of each layer under '90 MB' of the artifact, or '4.5 bits' a quantized weight."},
+    )
+    max_kl: float | None = field(
+        default=None,
+        metadata={"help": "Choose bits of each layer for the smallest model of at most this KL, in nats.", "above": 0},
+    )
+    allowed_bits: tuple[Literal[3, 4, 5, 6, 8], ...] = field(
+        default=(4, 5, 8), metadata={"help": "Bits to choose from, under a budget or a KL."}
+    )
+    allowed_group_sizes: tuple[Literal[32, 64, 128, 256], ...] = field(
+        default=(), metadata={"help": "Group sizes to choose from; group_size alone if not given."}
+    )
+    budget_format: Literal["compressed-tensors", "gguf"] = field(
+        default="compressed-tensors", metadata={"help": "Format whose bytes are counted."}
+    )
+    sensitivity_tokens: int = field(
+        default=1024, metadata={"help": "Calibration tokens on which each layer's KL is measured.", "min": 2}
+    )
 
     def __post_init__(self):
         for name in ("group_size", "fallback_group_size"):
@@ -51,6 +72,41 @@ class Quantize:
                 "method 'nf4' has no zero points, no fallback_group_size and no embedding_bits; leave them out"
             )
         require_nf4_form(self.method, self.bits, self.group_size)
+        if self.is_mixed:
+            self._check_choice()
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether each layer's bits are chosen, under a budget or a KL."""
+        return self.budget is not None or self.max_kl is not None
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """The group sizes to choose from."""
+        return self.allowed_group_sizes or (self.group_size,)
+
+    def _check_choice(self) -> None:
+        if self.budget is not None and self.max_kl is not None:
+            raise RecipeError("give either budget or max_kl, not both")
+        if self.method == "nf4" or self.embedding_bits or self.fallback_group_size:
+            raise RecipeError(
+                "a budget or max_kl chooses bits by itself, of integers; leave nf4, embedding_bits and "
+                "fallback_group_size out"
+            )
+        if self.budget is not None:
+            parse_budget(self.budget)
+
+
+def parse_budget(text: str) -> tuple[float, Literal["MB", "bits"]]:
+    """A budget's number and unit.
+
+    Raises:
+      RecipeError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|bits)", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise RecipeError(f"budget = {text!r}: give megabytes, or bits a weight, as in '90 MB' or '4.5 bits'")
+    return float(match[1]), "MB" if match[2] == "MB" else "bits"
 
 
 def require_nf4_form(method: str, bits: int, group_size: int) -> None:

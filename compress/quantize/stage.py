@@ -15,6 +15,7 @@ from compress.data.batches import Batches
 from compress.data.rows import Rows, keep_quarantine
 from compress.models.decoder import shapes
 from compress.models.folder import Model, architecture, open_stream
+from compress.quantize.budget import Chosen, choose
 from compress.quantize.calibrate import quantize_model, quantize_parts
 from compress.quantize.preflight import check_settings
 from compress.quantize.quantizers import QUANTIZERS
@@ -26,7 +27,7 @@ from export.atomic import atomic_folder, check_output
 from export.manifest import write_manifest
 from export.quantized import PackedTensor, QuantSpec, Weights
 
-LAYERS = "layers.json"
+LAYERS, CHOICE = "layers.json", "sensitivities.json"
 
 
 def run(settings: Quantize, common: Common) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
     if source.packed:
         common.progress.warn(f"{settings.model} is quantized already; its rounded weights are rounded once more")
     config = source.model.config
-    options = options_of(source.model, rows, settings, common)
+    options, choice = options_of(dataclasses.replace(source.model, weights=source.weights), rows, settings, common)
     folder = open_partial(common, "quantize", identity(settings, common, rows))
     shards = Shards(folder, source.model, config.num_hidden_layers + 2, options["spec"].scale_dtype)
     parts = quantize_parts(
@@ -68,14 +69,18 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
         shards.finish(out)
         skipped = keep_quarantine(out, *rows)
         (out / LAYERS).write_text(json.dumps(shards.errors) + "\n")
+        if choice is not None:
+            (out / CHOICE).write_text(json.dumps(choice.record, indent=1) + "\n")
         write_manifest(out, {"stage": "quantize", "method": settings.method, "model": settings.model})
     shutil.rmtree(folder)
     return {
         "out": str(common.out),
         "method": settings.method,
-        "bits": settings.bits,
-        "group_size": settings.group_size,
-        "symmetric": settings.symmetric,
+        **(
+            {"chosen": choice.record["chosen"]}
+            if choice
+            else {"bits": settings.bits, "group_size": settings.group_size, "symmetric": settings.symmetric}
+        ),
         "tensors": {"quantized": len(shards.packed), "of": sum(len(shape) == 2 for shape in shapes(config).values())},
         "bytes": sum(facts["bytes"] for facts in shards.facts.values()),
         **({"rows": {str(text.paths[0]): text.quarantine.counts() for text in rows}} if rows else {}),
@@ -101,7 +106,7 @@ class Result:
 
 def quantize(parent: Model, rows: list[Rows], settings: Quantize, common: Common) -> Result:
     """A float model's linears, and its embedding if asked, as groups of few bits."""
-    options = options_of(parent, rows, settings, common)
+    options, _ = options_of(parent, rows, settings, common)
     found = quantize_model(parent.config, parent.weights, **options, progress=common.progress)
     weights: Weights = {
         n: v if isinstance(v, PackedTensor) else np.asarray(v, np.float32) for n, v in found.weights.items()
@@ -109,21 +114,26 @@ def quantize(parent: Model, rows: list[Rows], settings: Quantize, common: Common
     return Result(dataclasses.replace(parent, weights=weights), found.layers)
 
 
-def options_of(parent: Model, rows: list[Rows], settings: Quantize, common: Common) -> dict[str, Any]:
-    """The arguments of `quantize_parts` beside the model's: calibration data, and what to do."""
+def options_of(
+    parent: Model, rows: list[Rows], settings: Quantize, common: Common
+) -> tuple[dict[str, Any], Chosen | None]:
+    """The arguments of `quantize_parts` beside the model's, and under a budget what each layer's bits are chosen by."""
     share = settings.calibration_tokens // max(1, len(rows))
     batches = [batch for text in rows for batch in calibration_batches(parent, text, share, settings, common.seed)]
     seen = sum(int((batch.segments > 0).sum()) for batch in batches)
     if rows and seen < settings.calibration_tokens // 2:
         common.progress.warn(f"the calibration text has {seen} tokens; {settings.calibration_tokens} were asked for")
-    return {
+    choice = choose(parent, batches, settings, common.progress) if settings.is_mixed else None
+    options = {
         "batches": batches,
         "spec": QuantSpec(bits=settings.bits, group_size=settings.group_size, symmetric=settings.symmetric),
         "method": settings.method,
         "embedding_bits": settings.embedding_bits,
         "fallback_group_size": settings.fallback_group_size,
+        "specs": choice.specs if choice else None,
         "settings": {name: getattr(settings, name) for name in QUANTIZERS[settings.method].settings},
     }
+    return options, choice
 
 
 def calibration_rows(settings: Quantize, common: Common) -> list[Rows]:
