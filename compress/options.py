@@ -72,7 +72,7 @@ def _help(key: Key, several: bool) -> str:
         on = key.name if default else key.metadata.get("off", f"no-{key.name}")
         said.append(f"[default: {on.replace('_', '-')}]")
     elif default is not None and default not in ((), {}):
-        said.append(f"[default: {', '.join(default) if isinstance(default, tuple) else default}]")
+        said.append(f"[default: {', '.join(map(str, default)) if isinstance(default, tuple) else default}]")
     elif key.required:
         said.append("[required here or in the recipe]")
     return " ".join(said)

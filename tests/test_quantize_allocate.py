@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compress import cli
 from compress.data.batch import Batch
 from compress.errors import RecipeError
 from compress.models import read_config
 from compress.models.decoder import EMBEDDING, HEAD, hidden_states, linears, logits, shapes, stack
-from compress.models.folder import Model
+from compress.models.folder import Model, load
 from compress.progress import Progress
 from compress.quantize.allocate import Option, frontier, hull, least, total, under_budget, under_kl
 from compress.quantize.budget import candidates, choose
@@ -28,6 +29,7 @@ from compress.quantize.settings import Quantize
 from export.gguf_blocks import block_type, encode
 from export.quantized import QuantSpec
 from tests.tiny_run import CONFIG as TINY
+from tests.tiny_run import rows, write_jsonl, write_model
 
 UNITS = st.dictionaries(
     st.sampled_from("abcd"),
@@ -215,3 +217,24 @@ def test_zero_points_are_a_choice_and_gguf_has_none_at_8_bits():
     found = candidates(settings_of(symmetric=False, max_kl=1.0, allowed_group_sizes=(32, 64)))
     assert {(spec.bits, spec.symmetric) for spec in found} == {(4, True), (4, False), (5, True), (5, False), (8, True)}
     assert {spec.group_size for spec in found} == {32, 64}
+
+
+def test_a_command_under_a_budget_makes_a_file_of_at_most_the_bytes_that_it_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "teacher", TINY | {"num_hidden_layers": 2})
+    write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in rows(20, 1)])
+    flags = "--group-size 32 --method rtn --calibration text.jsonl --calibration-tokens 128 --sequence-length 32"
+    chosen = "--asymmetric --allowed-bits 4 --allowed-bits 5 --allowed-bits 8 --budget-format gguf --budget"
+    command = f"quantize --model teacher {flags} {chosen}".split()
+    assert cli.main([*command, "5.6 bits", "--out", "small", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["chosen"]
+    record = json.loads((tmp_path / "small/sensitivities.json").read_text())
+    assert told == record["chosen"]
+    assert cli.main("export --model small --format gguf --out gguf".split()) == 0
+    size = (tmp_path / "gguf/model.gguf").stat().st_size
+    assert record["chosen"]["bytes"] - record["bytes_beside"] < size <= record["chosen"]["bytes"]
+    specs = {name: value.spec for name, value in load("small").weights.items() if hasattr(value, "spec")}
+    assert {name: dataclasses.asdict(spec) for name, spec in specs.items()} == record["specs"]
+    assert cli.main([*command, "1 bits", "--out", "none"]) == 2
+    assert "budget = 1 bits: the least that can be had is 4.50 bits" in capsys.readouterr().err
+    assert cli.main(["quantize", "--model", "teacher", "--budget", "1 MB", "--method", "rtn", "--out", "none"]) == 2
