@@ -310,7 +310,7 @@ def test_the_schema_command_prints_a_schema_of_all_tables(capsys):
     assert cli.main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert {cli.table_of(name) for name in cli.STAGES} <= set(schema["properties"])
-    assert schema["properties"]["quantize"]["properties"]["bits"]["enum"] == [4, 8]
+    assert schema["properties"]["quantize"]["properties"]["bits"]["enum"] == [3, 4, 5, 6, 8]
 
 
 def test_every_stage_is_a_table_of_the_recipe_and_every_table_a_command():
