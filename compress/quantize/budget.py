@@ -112,7 +112,8 @@ def bytes_beside(model: Model, quantized: set[str], *, blocks: bool) -> int:
 
 def first_rows(batches: Sequence[Batch], tokens: int) -> list[Batch]:
     """The first rows that have so many tokens, at least one."""
-    left, taken = max(1, tokens // batches[0].tokens.shape[1]), []
+    left = max(1, tokens // batches[0].tokens.shape[1])
+    taken: list[Batch] = []
     for batch in batches:
         taken.append(jax.tree.map(lambda leaf, rows=left: leaf[:rows], batch))
         left -= len(batch.tokens)
