@@ -91,9 +91,9 @@ class Align(Training):
         default=1.0,
         metadata={"help": "Share of the examples used an epoch, drawn anew for each.", "above": 0, "max": 1},
     )
-    base: Literal["rtn", "nf4"] = field(
+    base: Literal["rtn", "hqq", "nf4"] = field(
         default="rtn",
-        metadata={"help": "A float model becomes the base by rounding to nearest, or as 4-bit NormalFloat."},
+        metadata={"help": "A float model becomes the base by rounding to nearest, by HQQ, or as 4-bit NormalFloat."},
     )
     bits: Literal[4, 8] = field(default=4, metadata={"help": "Bits of the base's weights."})
     group_size: int = field(default=64, metadata={"help": "Inputs that share a scale in the base.", "min": 2})

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from jaxtyping import Array
 
 from compress.quantize.gptq import gptq
+from compress.quantize.hqq import hqq
 from compress.quantize.nf4 import nf4
 from compress.quantize.rtn import rtn
 from export.quantized import PackedTensor
@@ -32,6 +33,10 @@ def _rtn(w, spec, *, hessian=None, **settings):
     return rtn(w, spec, **settings)
 
 
+def _hqq(w, spec, *, hessian=None):
+    return hqq(w, spec)
+
+
 def _gptq(w, spec, *, hessian, **settings):
     return gptq(w, hessian, spec, **settings)
 
@@ -43,5 +48,6 @@ def _nf4(w, spec, *, hessian=None):
 QUANTIZERS: dict[str, Quantizer] = {
     "rtn": Quantizer(_rtn, calibrated=False),
     "gptq": Quantizer(_gptq, calibrated=True, settings=("damp",)),
+    "hqq": Quantizer(_hqq, calibrated=False),
     "nf4": Quantizer(_nf4, calibrated=False),
 }

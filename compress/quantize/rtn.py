@@ -3,6 +3,7 @@
 Letters: L leading axes (outputs, stacked layers), I inputs.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -51,9 +52,14 @@ def require_quantizable(w: Float[Array | np.ndarray, "*L I"], spec: QuantSpec) -
 @partial(jax.jit, static_argnames=("spec", "clip_steps"))
 def round_to_nearest(w: Float[Array, "*L I"], spec: QuantSpec, clip_steps: int = CLIP_STEPS) -> QuantizedTensor:
     """`rtn` without its checks, for use inside jit."""
+    return round_on_grids(w, spec, partial(choose_grid, spec=spec, clip_steps=clip_steps))
+
+
+def round_on_grids(w: Float[Array, "*L I"], spec: QuantSpec, choose: Callable[..., tuple]) -> QuantizedTensor:
+    """The nearest codes on the grids that `choose` (weights [1, I] -> scale, zero) finds, a few rows at a time."""
 
     def chunk(w: Float[Array, "C I"]) -> QuantizedTensor:
-        scale, zero = choose_grid(w, spec, clip_steps=clip_steps)
+        scale, zero = choose(w)
         s, z = (jnp.repeat(part, spec.group_size, axis=-1) for part in float_grid(scale, zero, spec))
         codes = encode(w.astype(jnp.float32), s, z, spec.bits).astype(jnp.uint8)
         return QuantizedTensor(pack(codes, spec.bits), scale, zero, spec)

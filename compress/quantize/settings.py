@@ -21,9 +21,9 @@ class Quantize:
     symmetric: bool = field(
         default=True, metadata={"help": "Levels around zero, or with a zero point a group.", "off": "asymmetric"}
     )
-    method: Literal["gptq", "rtn", "nf4"] = field(
+    method: Literal["gptq", "rtn", "hqq", "nf4"] = field(
         default="gptq",
-        metadata={"help": "GPTQ, round to nearest with the best clipping, or QLoRA's 4-bit NormalFloat."},
+        metadata={"help": "GPTQ, round to nearest with the best clipping, HQQ, or QLoRA's 4-bit NormalFloat."},
     )
     calibration: tuple[Path, ...] = field(
         default=(), metadata={"help": "Text that GPTQ sees: JSONL, Parquet or plain text."}
