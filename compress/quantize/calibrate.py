@@ -268,9 +268,10 @@ def quantize_layer(task: Layer, quantizer: Quantizer, **settings) -> dict[str, A
     """
     if quantizer.layer is not None:
         return quantizer.layer(task, **settings)
+    given, task = task, task if quantizer.prepare is None else quantizer.prepare(task)
     alone = dict.fromkeys(name.removesuffix(".weight") for name in task.specs)
     hessians: dict[str, Any] = task.grams if quantizer.calibrated else alone
-    packed: dict[str, Array | PackedTensor] = {}
+    packed = {name: value for name, value in task.weights.items() if value is not given.weights[name]}
     for joined, hessian in hessians.items():
         names = [f"{name}.weight" for name in joined.split(JOIN)]
         parts = [task.weights[name] for name in names]

@@ -90,12 +90,17 @@ def solve(
     if act_order not in ORDERS:
         raise ArtifactError(f"act_order = {act_order!r}: must be one of {', '.join(ORDERS)}")
     require_quantizable(w, spec)
-    if not bool(jnp.isfinite(jnp.asarray(hessian)).all()):
-        raise ArtifactError("the calibration activations are NaN or infinite; check the checkpoint and its dtype")
+    require_finite(hessian)
     solution = round_in_order(jnp.asarray(w), jnp.asarray(hessian), damp, spec, act_order, clip_steps)
     if not np.isfinite(solution.damping):
         raise ArtifactError(f"the Hessian has no Cholesky factor, even damped {10**DAMPING_TRIES} times damp = {damp}")
     return solution
+
+
+def require_finite(hessian: Float[Array | np.ndarray, "I I"]) -> None:
+    """Refuse a Hessian that holds NaN or infinity; the caller knows the linear's name and adds it."""
+    if not bool(jnp.isfinite(jnp.asarray(hessian)).all()):
+        raise ArtifactError("the calibration activations are NaN or infinite; check the checkpoint and its dtype")
 
 
 @partial(jax.jit, static_argnames=("spec", "act_order", "clip_steps"))

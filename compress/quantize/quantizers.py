@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 from jaxtyping import Array
 
+from compress.quantize.awq import awq, fold
 from compress.quantize.gptq import gptq
 from compress.quantize.hqq import hqq
+from compress.quantize.layer import Layer
 from compress.quantize.nf4 import nf4
 from compress.quantize.rtn import rtn
 from export.quantized import PackedTensor
@@ -21,12 +23,14 @@ class Quantizer(NamedTuple):
       settings: keys of the [quantize] table that it takes as keywords.
       layer: in place of `quantize`, of a whole layer:
         `(Layer, **settings) -> dict of the tensors that it changes, by their names within the layer`.
+      prepare: before `quantize`, the layer as an equal one that is easier to round.
     """
 
     quantize: Callable[..., PackedTensor]
     calibrated: bool
     settings: tuple[str, ...] = ()
     layer: Callable[..., dict[str, Array | PackedTensor]] | None = None
+    prepare: Callable[[Layer], Layer] | None = None
 
 
 def _rtn(w, spec, *, hessian=None, **settings):
@@ -41,6 +45,10 @@ def _gptq(w, spec, *, hessian, **settings):
     return gptq(w, hessian, spec, **settings)
 
 
+def _awq(w, spec, *, hessian):
+    return awq(w, hessian, spec)
+
+
 def _nf4(w, spec, *, hessian=None):
     return nf4(w)
 
@@ -48,6 +56,7 @@ def _nf4(w, spec, *, hessian=None):
 QUANTIZERS: dict[str, Quantizer] = {
     "rtn": Quantizer(_rtn, calibrated=False),
     "gptq": Quantizer(_gptq, calibrated=True, settings=("damp",)),
+    "awq": Quantizer(_awq, calibrated=True, prepare=fold),
     "hqq": Quantizer(_hqq, calibrated=False),
     "nf4": Quantizer(_nf4, calibrated=False),
 }

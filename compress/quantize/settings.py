@@ -21,12 +21,12 @@ class Quantize:
     symmetric: bool = field(
         default=True, metadata={"help": "Levels around zero, or with a zero point a group.", "off": "asymmetric"}
     )
-    method: Literal["gptq", "rtn", "hqq", "nf4"] = field(
+    method: Literal["gptq", "awq", "rtn", "hqq", "nf4"] = field(
         default="gptq",
-        metadata={"help": "GPTQ, round to nearest with the best clipping, HQQ, or QLoRA's 4-bit NormalFloat."},
+        metadata={"help": "GPTQ, AWQ, round to nearest with the best clipping, HQQ, or QLoRA's 4-bit NormalFloat."},
     )
     calibration: tuple[Path, ...] = field(
-        default=(), metadata={"help": "Text that GPTQ sees: JSONL, Parquet or plain text."}
+        default=(), metadata={"help": "Text that GPTQ and AWQ see: JSONL, Parquet or plain text."}
     )
     calibration_tokens: int = field(
         default=16384, metadata={"help": "Tokens of it to use, of each file an equal share.", "min": 1}
