@@ -5,6 +5,7 @@ Letters: B rows, T tokens of a window, N tokens of a chunk, V vocabulary, D mode
 
 import dataclasses
 import importlib.metadata
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,10 @@ from jax.sharding import Mesh
 from compress.data.rows import SHOWN, Rows, skipped_rows
 from compress.data.windows import Windows, documents, windows
 from compress.errors import RecipeError
-from compress.models.decoder import EMBEDDING, HEAD, LAYER, head, hidden_states, project, stack
+from compress.models.decoder import EMBEDDING, HEAD, LAYER, head, hidden_states, linears, project, stack
 from compress.models.folder import Model, cast, load
 from compress.models.linear import dense
+from compress.quantize.account import Quantization, read_quantization
 from compress.settings import Common, Eval, MeshShape
 from compress.tokenizer import same_tokenizer
 from compress.train.mesh import mesh_of_devices, on_host, on_mesh, place, place_rows, replicated, rows_across
@@ -51,7 +53,9 @@ def run(settings: Eval, common: Common) -> dict[str, Any]:
     if settings.teacher:
         models[metrics.TEACHER] = load(settings.teacher).merged().dequantized()
     held_out = open_windows(models, settings, common)
-    report = measure(models, held_out, common, name=Path(settings.model).name)
+    report = measure(
+        models, held_out, common, name=Path(settings.model).name, record=read_quantization(Path(settings.model))
+    )
     if common.out is not None:
         with atomic_file(common.out, common.force) as path:
             path.write_text(to_json(report), encoding="utf-8")
@@ -93,26 +97,35 @@ def measure(
     *,
     name: str,
     evidence: Mapping[str, Any] | None = None,
+    record: Quantization | None = None,
     **parts: Any,
 ) -> Report:
     """The report on models named as in `eval.metrics`; the candidate is among them.
 
     Args:
       evidence: further fields of the evidence.
+      record: what quantization told of the candidate.
       parts: further fields of the report.
     """
     baselines = [model for model in (metrics.PARENT, metrics.TEACHER) if model in models]
     pairs = [(baseline, model) for baseline in baselines for model in models if model != baseline]
     scores = score(chunks(models, held_out.windows, common, "eval"), pairs)
     candidate = models[metrics.CANDIDATE]
-    tensors = tensor_errors(models[metrics.PARENT], candidate) if metrics.PARENT in models else []
+    if metrics.PARENT not in models:
+        tensors = []
+    elif record is not None and record.folded:  # the parent's weights are not those that were rounded
+        tensors = [row.squared_error for row in record.tensors if row.bits is not None]
+    else:
+        tensors = tensor_errors(models[metrics.PARENT], candidate)
     size = size_of(candidate)
-    found = metrics.Evidence(scores=scores, tensors=tensors, size=size, seed=common.seed, **(evidence or {}))
+    told = {"tensors": tensors, "size": size, "coverage": coverage_of(candidate), "seed": common.seed}
+    found = metrics.Evidence(scores=scores, **told, **(evidence or {}))
     return Report(
         name=name,
         convention=held_out.convention,
         metrics=metrics.measure(found),
         tensors=[ErrorRow.of(error) for error in tensors],
+        quantization=record.tensors if record else [],
         size=size,
         tails=[tail(scores[model], model, baseline) for baseline, model in pairs if model == metrics.CANDIDATE],
         notes=held_out.notes(),
@@ -237,6 +250,13 @@ def tensor_errors(parent: Model, candidate: Model) -> list[SquaredError]:
         for name, value in candidate.weights.items()
         if isinstance(value, PackedTensor) and name in parent.weights
     ]
+
+
+def coverage_of(model: Model) -> float | None:
+    """The share of the blocks' linear weights that are quantized; None of a float model."""
+    counts = {name: math.prod(shape) for name, shape in linears(model.config).items()}
+    packed = sum(count for name, count in counts.items() if isinstance(model.weights[name], PackedTensor))
+    return packed / sum(counts.values()) if packed else None
 
 
 def size_of(model: Model) -> Size:

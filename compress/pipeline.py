@@ -36,6 +36,7 @@ from compress.locate import located
 from compress.models.folder import Model, load
 from compress.preflight import preflight
 from compress.quantize import stage as quantize
+from compress.quantize.account import read_quantization
 from compress.recipe import to_dict, to_toml
 from compress.record import RECORD, TRACE, VERSION, contents_of, hash_of, read_record
 from compress.release import put, release, withdraw, write_reports
@@ -321,13 +322,15 @@ class Run:
         for name in ("distill", "align"):
             if name in self.stages:
                 curves += curves_of(name, self.trace(name))
-        layers = []
+        layers, record = [], None
         if "quantize" in self.stages:
+            record = read_quantization(self.folder / "quantize")
             layers = [ErrorRow(**row) for row in read_json(self.folder / "quantize" / quantize.LAYERS)]
         formats = self.settings["export"].format if "export" in self.stages else ()
         return {
             "curves": curves,
             "layers": layers,
+            "record": record,
             "checks": [check_of(self.export_folder(name)) for name in formats],
             "generations": self.generations(models, settings),
             "stages": [*self.stages],

@@ -57,6 +57,7 @@ from compress.quantize.layer import JOIN
 from compress.quantize.nf4 import round_to_nf4
 from compress.quantize.preflight import spec_of_layers
 from compress.quantize.quantizers import QUANTIZERS
+from compress.quantize.rotate import rotated_architecture
 from compress.quantize.rtn import CLIP_STEPS, round_to_nearest
 from compress.quantize.settings import Quantize
 from compress.schema import Recipe
@@ -307,7 +308,7 @@ class Plan:
         Operations: of a calibration token two forward passes and the x x^T of each layer's inputs, 2 I^2; of a linear
         O I^2 to make up for errors, and I^3 / 3 for the Hessian's factor.
         """
-        config, length = self.config(settings), settings.sequence_length
+        config, length = rotated_architecture(self.config(settings), settings.rotate), settings.sequence_length
         specs = specs_of(settings, config)
         spec = next(iter(specs.values()))
         layer = {name: shape_of(shape, jnp.float32) for name, shape in block_shapes(config).items()}
@@ -386,6 +387,7 @@ class Plan:
         """The weights that are exported, floats in `dtype`."""
         if "quantize" in self.stages:
             settings = self.settings["quantize"]
+            config = rotated_architecture(config, settings.rotate)
             return _packed(config, specs_of(settings, config), dtype, settings.method)
         return _floats(config, dtype)
 
@@ -467,7 +469,7 @@ def gguf_bits(value: Any, gguf_type: str) -> float:
 def specs_of(settings: Quantize, config: DecoderConfig) -> dict[str, QuantSpec]:
     """How each linear will be quantized, and the embedding if it is."""
     spec = QuantSpec(bits=settings.bits, group_size=settings.group_size, symmetric=settings.symmetric)
-    return spec_of_layers(config, spec, settings.fallback_group_size, settings.embedding_bits)
+    return spec_of_layers(config, spec, settings.fallback_group_size, settings.embedding_bits, settings.exclude)
 
 
 def tokens_in(paths: Iterable[Path]) -> int:

@@ -6,7 +6,7 @@ from eval.gate import Verdict
 from eval.markdown import convention_items, interval, number, show, size_line, to_table
 from eval.markup import Markup, join, tag
 from eval.plots import Line, bar_plot, line_plot
-from eval.report import Curve, ErrorRow, Report
+from eval.report import Curve, ErrorRow, QuantizedRow, Report, worst_first
 
 MAX_GENERATIONS = 20
 MAX_ROWS = 400
@@ -62,6 +62,7 @@ def to_html(report: Report, verdict: Verdict) -> str:
         _section("Training", *_curves(report.curves)),
         _section("Error of each layer's output", *_errors(report.layers, "layer")),
         _section("Error of each tensor", *_errors(report.tensors, "tensor")),
+        _section("Quantized weights", *_quantized(report.quantization)),
         _section("Size", *_size(report)),
         _section("KL divergence, from the median to the worst token", *_tails(report)),
         _section("Answers side by side", *_generations(report)),
@@ -132,6 +133,27 @@ def _errors(rows: Sequence[ErrorRow], what: str) -> list[Markup]:
         bar_plot(f"the worst {what}s", bars),
         tag("details", tag("summary", f"All {len(rows)}"), table),
     ]
+
+
+def _quantized(rows: Sequence[QuantizedRow]) -> list[Markup]:
+    """What was not done as asked, then every weight, worst first."""
+    if not rows:
+        return []
+    fallbacks = [(row.name, row.fallback) for row in rows if row.fallback]
+    head = ("weight", "method", "bits", "group", "bytes", "output SQNR", "weight SQNR", "layer took", "not as asked")
+    table = _table(
+        head,
+        [
+            (
+                *(r.name, r.method, r.bits, r.group_size, f"{r.bytes:,}"),
+                *(number(r.output_sqnr_db, "dB"), number(r.sqnr_db, "dB"), number(r.seconds, "s")),
+                r.fallback or "",
+            )
+            for r in worst_first(rows)
+        ],
+    )
+    listed = [tag("h3", "Not as asked"), _table(("weight", "why"), fallbacks)] if fallbacks else []
+    return [*listed, tag("h3", "Worst first"), tag("details", tag("summary", f"All {len(rows)}"), table)]
 
 
 def _size(report: Report) -> list[Markup]:

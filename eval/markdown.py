@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from eval.gate import FAIL, INCONCLUSIVE, PASS, SKIPPED, WARN, Verdict
 from eval.metrics import CANDIDATE, PARENT, TEACHER
-from eval.report import Measurement, Report, Size
+from eval.report import Measurement, QuantizedRow, Report, Size, worst_first
 
 _MARK = {PASS: "✅", WARN: "⚠️", FAIL: "❌", INCONCLUSIVE: "❔", SKIPPED: "–"}
+_WORST, _FALLBACKS = 5, 20
 _HEADLINES = (
     ("perplexity", CANDIDATE, None, "perplexity"),
     ("perplexity", PARENT, None, "perplexity of the parent"),
@@ -55,11 +56,31 @@ def to_markdown(report: Report, verdict: Verdict) -> str:
     if report.size:
         parts = [(cell(p.name), f"{p.weights:,}", f"{p.bytes:,}") for p in report.size.parts]
         lines += _rows(("part", "weights", "bytes"), parts)
+    lines += _quantized(report.quantization)
     lines += [_convention(report), ""]
     for g in report.generations[:3]:
         answers = [(cell(name), cell(answer[:300])) for name, answer in g.outputs.items()]
         lines += [f"> {cell(g.prompt[:300])}", "", *_rows(("model", "answer"), answers)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _quantized(rows: Sequence[QuantizedRow]) -> list[str]:
+    """The worst quantized weights, and what was not done as asked."""
+    if not rows:
+        return []
+    head = ("worst weights", "method", "bits", "group", "output SQNR", "weight SQNR")
+    worst = [
+        (
+            *(cell(r.name), cell(r.method), str(r.bits), str(r.group_size)),
+            *(number(r.output_sqnr_db, "dB"), number(r.sqnr_db, "dB")),
+        )
+        for r in worst_first(rows)[:_WORST]
+    ]
+    fallbacks = [(cell(r.name), cell(r.fallback)) for r in rows if r.fallback]
+    left = len(fallbacks) - _FALLBACKS
+    lines = _rows(head, worst)
+    lines += _rows(("not as asked", "why"), fallbacks[:_FALLBACKS]) if fallbacks else []
+    return [*lines, f"{left} more are in report.json.", ""] if left > 0 else lines
 
 
 def show(m: Measurement) -> str:

@@ -27,6 +27,7 @@ class Evidence:
       retention: of the adapters, in the candidate.
       tensors: of the candidate's quantized tensors against the parent's.
       size: of the candidate.
+      coverage: quantized weights over those of all its blocks' linears.
       confidence: of every interval.
       seed: of every interval.
     """
@@ -36,6 +37,7 @@ class Evidence:
     retention: Retention | None = None
     tensors: Sequence[SquaredError] = ()
     size: Size | None = None
+    coverage: float | None = None
     confidence: float = 0.95
     seed: int = 0
 
@@ -147,6 +149,11 @@ def _quantization_error(evidence: Evidence) -> Iterator[Found]:
         yield Found(CANDIDATE, PARENT, Estimate(whole.relative_mse))
 
 
+def _coverage(evidence: Evidence) -> Iterator[Found]:
+    if evidence.coverage is not None:
+        yield Found(CANDIDATE, None, Estimate(evidence.coverage))
+
+
 def _size(read: Callable[[Size], float]) -> Callable[[Evidence], Iterator[Found]]:
     def find(evidence: Evidence) -> Iterator[Found]:
         if evidence.size is not None:
@@ -186,6 +193,7 @@ METRICS: dict[str, Metric] = {
     "top1_agreement": Metric(_compared(divergence.top1_agreement), "fraction"),
     "kl_gain": Metric(_kl_gain, "nats/token"),
     "quantization_error": Metric(_quantization_error, "fraction", interval=False),
+    "coverage": Metric(_coverage, "fraction", interval=False, versus=False),
     "bits_per_weight": Metric(_size(lambda size: size.bits_per_weight), "bits", interval=False, versus=False),
     "size_ratio": Metric(_size(lambda size: size.ratio), "fraction", interval=False, versus=False),
     "adapter_retained": Metric(_retained(Retention.share), "fraction", versus=False),

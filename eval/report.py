@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import field
 
 import numpy as np
@@ -63,6 +64,70 @@ class ErrorRow:
     @classmethod
     def of(cls, e: SquaredError) -> "ErrorRow":
         return cls(e.name, finite(e.relative_mse), finite(e.mse), finite(e.sqnr_db), finite(e.max_abs), e.count)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedRow:
+    """How one weight was quantized, and what it cost.
+
+    Attributes:
+      method: "none" for a weight that stays in floats; then `bits` and what follows are None.
+      bytes: of codes and scales; of floats two a weight.
+      error, reference: sums of the weight's squared error and of its squares.
+      sqnr_db: of the weight; None without error.
+      output_sqnr_db: of the linear's output on the calibration text; None without text or error.
+      seconds: that quantizing its whole layer took.
+      fallback: what was not done as asked, and why.
+    """
+
+    name: str
+    method: str
+    weights: int
+    bytes: int
+    bits: int | None = None
+    group_size: int | None = None
+    error: float | None = None
+    reference: float | None = None
+    max_abs: float | None = None
+    sqnr_db: float | None = None
+    output_sqnr_db: float | None = None
+    seconds: float | None = None
+    fallback: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        e: SquaredError,
+        method: str,
+        size: int,
+        bits: int,
+        group_size: int,
+        output: SquaredError | None = None,
+        seconds: float | None = None,
+        fallback: str | None = None,
+    ) -> "QuantizedRow":
+        """The row of a weight from its error and that of its outputs."""
+        sums = (finite(e.error), finite(e.reference), finite(e.max_abs), finite(e.sqnr_db))
+        heard = None if output is None else finite(output.sqnr_db)
+        return cls(e.name, method, e.count, size, bits, group_size, *sums, heard, seconds, fallback)
+
+    @property
+    def squared_error(self) -> SquaredError:
+        """The error as sums that add up; NaN where it was not finite."""
+        nan = math.nan
+        sums = [nan if value is None else value for value in (self.error, self.reference, self.max_abs)]
+        return SquaredError(self.name, sums[0], sums[1], self.weights, sums[2])
+
+
+def worst_first(rows: Sequence[QuantizedRow]) -> list[QuantizedRow]:
+    """Quantized weights by the noise at their outputs, or in themselves where that is not known."""
+
+    def rank(row: QuantizedRow) -> float:
+        heard = row.sqnr_db if row.output_sqnr_db is None else row.output_sqnr_db
+        # Without decibels it is exact, or it was not finite.
+        return heard if heard is not None else math.inf if row.error == 0 else -math.inf
+
+    return sorted((row for row in rows if row.bits is not None), key=rank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +218,7 @@ class Report:
     metrics: list[Measurement] = field(default_factory=list)
     tensors: list[ErrorRow] = field(default_factory=list)
     layers: list[ErrorRow] = field(default_factory=list)
+    quantization: list[QuantizedRow] = field(default_factory=list)
     size: Size | None = None
     tails: list[Tail] = field(default_factory=list)
     curves: list[Curve] = field(default_factory=list)

@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from compress.models.config import DecoderConfig
-from compress.quantize.grid import CLIP_STEPS, choose_grid
 from compress.quantize.gptq import require_finite
+from compress.quantize.grid import CLIP_STEPS, choose_grid
 from compress.quantize.layer import JOIN, Layer
 from compress.quantize.rtn import require_quantizable, round_on_grids
 from export.quantized import QuantizedTensor, QuantSpec

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,13 +26,14 @@ from compress.models.attention import visible
 from compress.models.config import DecoderConfig
 from compress.models.decoder import EMBEDDING, Stacked, View, embed, layer_data, run_block, split_layers
 from compress.models.linear import dense
+from compress.quantize.account import Rounded, account, row_of
 from compress.quantize.gptq import gram
 from compress.quantize.layer import JOIN, Layer
 from compress.quantize.preflight import spec_of_layers
 from compress.quantize.quantizers import QUANTIZERS, Quantizer
 from compress.quantize.rtn import rtn
 from eval.quantization_error import SquaredError, layer_error
-from eval.report import ErrorRow
+from eval.report import ErrorRow, QuantizedRow
 from export.checkpoint import LazyWeights
 from export.errors import ArtifactError
 from export.quantized import PackedTensor, QuantizedTensor, QuantSpec, Weights
@@ -46,10 +48,12 @@ class Calibrated:
 
     Attributes:
       layers: the fields of `eval.report.ErrorRow`, a layer each; empty without data.
+      rows: of every linear, and of a quantized embedding.
     """
 
     weights: Weights
     layers: list[dict[str, Any]]
+    rows: list[QuantizedRow]
 
 
 class Part(NamedTuple):
@@ -59,11 +63,13 @@ class Part(NamedTuple):
       number: 0 is the embedding, 1 + k layer k, and the last all that comes after the layers.
       weights: by their names in the model; floats as they are to be stored.
       error: the fields of `eval.report.ErrorRow` of a layer's output; None without data.
+      rows: of every linear, and of a quantized embedding.
     """
 
     number: int
     weights: Weights
     error: dict[str, Any] | None
+    rows: list[QuantizedRow]
 
 
 class States(Sequence[np.ndarray]):
@@ -125,10 +131,11 @@ def output(config: DecoderConfig, weights: dict, x: Float[Array, "B T D"], data,
 
 def quantize_model(config: DecoderConfig, weights: Mapping[str, Any], *given, progress=None, **options) -> Calibrated:
     """All that `quantize_parts` makes, which takes the same arguments, in memory."""
-    whole = Calibrated({}, [])
+    whole = Calibrated({}, [], [])
     for part in quantize_parts(config, weights, *given, **options):
         whole.weights.update(part.weights)
         whole.layers.extend([] if part.error is None else [part.error])
+        whole.rows.extend(part.rows)
         if progress is not None and 0 < part.number <= config.num_hidden_layers:
             progress("quantize", part.number, config.num_hidden_layers)
     return whole
@@ -144,6 +151,7 @@ def quantize_parts(
     embedding_bits: int | None = None,
     fallback_group_size: int | None = None,
     specs: dict[str, QuantSpec] | None = None,
+    exclude: Sequence[str] = (),
     settings: dict[str, Any] | None = None,
     done: Collection[int] = (),
     kept: Mapping[str, Any] | None = None,
@@ -158,7 +166,8 @@ def quantize_parts(
       batches: calibration data; without any (which only a method that needs none allows) no layer's output is
         measured.
       specs: of every linear of the blocks, and of embedding and head if they are to be quantized; in place of `spec`,
-        `embedding_bits` and `fallback_group_size`. Linears that share an input have one.
+        `embedding_bits`, `fallback_group_size` and `exclude`. Linears that share an input have one.
+      exclude: patterns of linears that stay floats.
       settings: keywords of the quantizer.
       done: parts that an earlier run has made; they are not made again.
       kept: at least their weights, of which the layers among them put out what the next ones see.
@@ -168,58 +177,71 @@ def quantize_parts(
       RecipeError: groups that do not divide a layer's inputs, before any work.
       ArtifactError: a tensor that cannot be quantized; it is named.
     """
-    specs = specs or spec_of_layers(config, spec, fallback_group_size, embedding_bits)
+    asked = None if specs else spec
+    specs = specs or spec_of_layers(config, spec, fallback_group_size, embedding_bits, exclude)
     rest, layers = split_layers(config, {name: name for name in weights})
     stored = jnp.dtype(spec.scale_dtype)
     last = len(layers) + 1
 
-    def outside(names: Sequence[str]) -> Weights:
+    def outside(number: int, names: Sequence[str]) -> Part:
         """Tensors outside the layers: rounded to nearest if they have a spec."""
-        made = {}
+        made: Weights = {}
+        rows = []
         for name in names:
             value = weights[name]
             made[name] = rtn(value, specs[name]) if name in specs else as_stored(value, stored)
-        return jax.tree.map(np.asarray, made)
+            rows += [row_of(name, "rtn", value, made[name])] if name in specs else []
+        return Part(number, jax.tree.map(np.asarray, made), None, rows)
 
     if 0 not in done:
-        yield Part(0, outside([EMBEDDING]), None)
+        yield outside(0, [EMBEDDING])
     missing = [number for number in range(1, last) if number not in done]
+    quantizer = QUANTIZERS[method]
     states = embed_all(config, weights, batches, scratch)
+    truths = embed_all(config, weights, batches if quantizer.refine else [], scratch)
     frequencies, windows = layer_data(config)
+
+    def open_layer(number: int, weights: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Array, Array]]:
+        """A layer's tensors by their names within it, read on access, and what is scanned along with them."""
+        names = layers[number - 1]
+        data = (jnp.asarray(frequencies[number - 1]), jnp.asarray(windows[number - 1]))
+        return LazyWeights({own: partial(weights.__getitem__, name) for own, name in names.items()}), data
 
     def quantize(number: int) -> Part:
         prefix = f"model.layers.{number - 1}."
-        data = (jnp.asarray(frequencies[number - 1]), jnp.asarray(windows[number - 1]))
-        reads = {own: partial(weights.__getitem__, name) for own, name in layers[number - 1].items()}
-        layer: Mapping[str, Any] = LazyWeights(reads)
+        layer, data = open_layer(number, weights)
         if batches:
             layer = {own: jnp.asarray(value, jnp.float32) for own, value in layer.items()}
         targets, grams = capture_all(config, layer, states, data, batches, scratch)
+        if truths:
+            run_layer(config, layer, truths, None, data, batches)
         own_specs = {name.removeprefix(prefix): found for name, found in specs.items() if name.startswith(prefix)}
-        task = Layer(config, prefix, layer, own_specs, grams, states, targets, data, batches)
-        made: Weights = {**quantize_layer(task, QUANTIZERS[method], **(settings or {}))}
+        task = Layer(config, prefix, layer, own_specs, grams, states, targets, truths, data, batches)
+        began = time.monotonic()
+        rounded = quantize_layer(task, quantizer, **(settings or {}))
+        made: Weights = {**jax.block_until_ready(rounded.tensors)}
+        rows = account(rounded, method, asked, round(time.monotonic() - began, 3))
         made |= {own: layer[own] for own in layer if own not in made}
         # Later layers see what is stored.
         made = {own: v if isinstance(v, PackedTensor) else as_stored(v, stored) for own, v in made.items()}
         error = None
         if batches:
-            total = run_quantized(config, made, states, targets, data, batches)
+            total = run_layer(config, made, states, targets, data, batches)
             error = dataclasses.asdict(ErrorRow.of(dataclasses.replace(total, name=f"layer {number - 1}")))
-        return Part(number, {prefix + own: jax.tree.map(np.asarray, value) for own, value in made.items()}, error)
+        return Part(number, {prefix + own: jax.tree.map(np.asarray, value) for own, value in made.items()}, error, rows)
 
     if batches:
         for number in range(1, max(missing, default=0) + 1):
             if number in missing:
                 yield quantize(number)
             elif kept is not None:
-                data = (jnp.asarray(frequencies[number - 1]), jnp.asarray(windows[number - 1]))
-                names = layers[number - 1]
-                layer = {own: jax.tree.map(jnp.asarray, kept[name]) for own, name in names.items()}
-                run_quantized(config, layer, states, None, data, batches)
+                for through, source in ((states, kept), (truths, weights)):
+                    layer, data = open_layer(number, source)
+                    run_layer(config, layer, through, None, data, batches)
     else:
         yield from side_by_side(quantize, missing)
     if last not in done:
-        yield Part(last, outside([name for name in rest if name != EMBEDDING]), None)
+        yield outside(last, [name for name in rest if name != EMBEDDING])
 
 
 def side_by_side(function: Callable[[int], Part], numbers: Iterable[int]) -> Iterator[Part]:
@@ -261,37 +283,46 @@ def capture_all(config, layer: Mapping, states: States, data, batches: Sequence[
     return targets, jax.tree.map(lambda total: total / max(tokens, 1), sums or {})
 
 
-def quantize_layer(task: Layer, quantizer: Quantizer, **settings) -> dict[str, Array | PackedTensor]:
-    """What the quantizer puts in the place of the layer's tensors, by their names within it.
+def quantize_layer(task: Layer, quantizer: Quantizer, **settings) -> Rounded:
+    """The layer as the quantizer makes it.
 
-    A method of single weights takes those that share an input as one if it wants Hessians, else each by itself.
+    Linears that share an input are taken as one if the quantizer wants Hessians, else each by itself.
     """
-    if quantizer.layer is not None:
-        return quantizer.layer(task, **settings)
+    own = {name: settings.pop(name) for name in quantizer.refine_settings}
     given, task = task, task if quantizer.prepare is None else quantizer.prepare(task)
     alone = dict.fromkeys(name.removesuffix(".weight") for name in task.specs)
     hessians: dict[str, Any] = task.grams if quantizer.calibrated else alone
-    packed = {name: value for name, value in task.weights.items() if value is not given.weights[name]}
+    packed: dict[str, Array | PackedTensor] = {}
+    notes: dict[str, str] = {}
     for joined, hessian in hessians.items():
-        names = [f"{name}.weight" for name in joined.split(JOIN)]
+        names = [name for part in joined.split(JOIN) if (name := f"{part}.weight") in task.specs]
+        if not names:
+            continue
+        said: list[str] = []
+        told = {"notes": said} if quantizer.calibrated else {}
         parts = [task.weights[name] for name in names]
         w = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
         try:
-            whole = quantizer.quantize(w, task.specs[names[0]], hessian=hessian, **settings)
+            whole = quantizer.quantize(w, task.specs[names[0]], hessian=hessian, **told, **settings)
         except ArtifactError as error:
             raise ArtifactError(f"{task.prefix}{joined}: {error}") from error
         cut = split(whole, [part.shape[0] for part in parts]) if isinstance(whole, QuantizedTensor) else [whole]
         packed |= zip(names, cut, strict=True)
-    return packed
+        notes |= dict.fromkeys(names, "; ".join(said))
+    if quantizer.refine is not None:
+        packed |= quantizer.refine(task, packed, **own)
+    if task is not given:
+        packed = {name: value for name, value in task.weights.items() if value is not given.weights[name]} | packed
+    return Rounded(task, packed, notes)
 
 
-def run_quantized(
-    config, layer: dict, states: States, targets: Sequence | None, data, batches: Sequence[Batch]
+def run_layer(
+    config, layer: Mapping[str, Any], states: States, targets: Sequence | None, data, batches: Sequence[Batch]
 ) -> SquaredError:
-    """Put what the quantized layer puts out in the place of its inputs; the error against `targets`, summed."""
+    """Put what a layer puts out in the place of its inputs; the error against `targets`, summed."""
     total = SquaredError("layer", 0.0, 0.0, 0, 0.0)
     layer = {name: dense(value, jnp.float32) for name, value in layer.items()}
-    for index, batch in enumerate(batches):
+    for index, batch in enumerate(batches if states else []):
         found = output(config, layer, states[index], data, batch)
         states[index] = found
         if targets is not None:

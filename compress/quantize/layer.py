@@ -20,7 +20,7 @@ JOIN = "|"
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer to quantize, and what goes through it; without calibration data the last five fields are empty.
+    """A layer to quantize, and what goes through it; without calibration data `grams` and all sequences are empty.
 
     Attributes:
       prefix: of its tensors' names in the model.
@@ -30,6 +30,7 @@ class Layer:
       grams: the mean x x^T over real tokens of each distinct input, by the linears that it enters, joined by `JOIN`.
       inputs: what the quantized layers before it put out, a batch each, read on access.
       targets: what the unquantized layer makes of them.
+      truths: what the unquantized model puts out here; only for a quantizer that refines.
       data: rotary frequencies and window, as `run_block` takes them.
       batches: tokens, positions and segments of `inputs`.
     """
@@ -41,5 +42,6 @@ class Layer:
     grams: dict[str, Float[Array, "I I"]]
     inputs: Sequence[Float[np.ndarray, "B T D"]]
     targets: Sequence[Float[np.ndarray, "B T D"]]
+    truths: Sequence[Float[np.ndarray, "B T D"]]
     data: Any
     batches: Sequence[Batch]

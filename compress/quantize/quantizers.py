@@ -1,4 +1,4 @@
-"""Quantizers: functions from a weight, or a whole layer, and what its inputs looked like, to packed ones."""
+"""Quantizers: functions from a weight, and what its inputs looked like, to a packed one, and what goes around them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxtyping import Array
 
 from compress.quantize.awq import awq, fold
-from compress.quantize.gptq import gptq
+from compress.quantize.gptq import solve
 from compress.quantize.hqq import hqq
 from compress.quantize.layer import Layer
 from compress.quantize.nf4 import nf4
@@ -19,18 +19,26 @@ class Quantizer(NamedTuple):
 
     Attributes:
       quantize: of one weight, `(w, spec, *, hessian=None, **settings) -> PackedTensor`.
-      calibrated: whether it needs a Hessian, and so calibration data.
+      calibrated: whether it needs a Hessian, and so calibration data; then it takes `notes` too, a list to which it
+        adds what it did otherwise than asked.
       settings: keys of the [quantize] table that it takes as keywords.
-      layer: in place of `quantize`, of a whole layer:
-        `(Layer, **settings) -> dict of the tensors that it changes, by their names within the layer`.
       prepare: before `quantize`, the layer as an equal one that is easier to round.
+      refine: after it, `(Layer, packed weights by name, **settings) -> packed weights by name`, better by the whole
+        layer's output.
+      refine_settings: keys of the [quantize] table that `refine` takes as keywords.
     """
 
     quantize: Callable[..., PackedTensor]
     calibrated: bool
     settings: tuple[str, ...] = ()
-    layer: Callable[..., dict[str, Array | PackedTensor]] | None = None
     prepare: Callable[[Layer], Layer] | None = None
+    refine: Callable[..., dict[str, Array | PackedTensor]] | None = None
+    refine_settings: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys of the [quantize] table that it takes."""
+        return self.settings + self.refine_settings
 
 
 def _rtn(w, spec, *, hessian=None, **settings):
@@ -41,11 +49,14 @@ def _hqq(w, spec, *, hessian=None):
     return hqq(w, spec)
 
 
-def _gptq(w, spec, *, hessian, **settings):
-    return gptq(w, hessian, spec, **settings)
+def _gptq(w, spec, *, hessian, damp=0.01, notes=None, **settings):
+    solution = solve(w, hessian, spec, damp=damp, **settings)
+    if notes is not None and solution.damping > 2 * damp:
+        notes.append(f"damping of {float(solution.damping):.3g}: with {damp:g} the Hessian has no Cholesky factor")
+    return solution.tensor
 
 
-def _awq(w, spec, *, hessian):
+def _awq(w, spec, *, hessian, notes=None):
     return awq(w, hessian, spec)
 
 

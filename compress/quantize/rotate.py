@@ -8,6 +8,7 @@ a norm without weights gives the rotated state of a rotated input, so norms' wei
 them first, the final norm's into the head.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float
 from compress.errors import RecipeError
 from compress.models.config import DecoderConfig
 from compress.models.decoder import EMBEDDING, FINAL_NORM, HEAD, block_shapes
+from compress.models.folder import Model
 
 POST_NORM = "post_feedforward_layernorm.weight"
 BEHIND = {
@@ -40,6 +42,18 @@ def require_rotation(config: DecoderConfig, mode: str) -> None:
         )
 
 
+def rotated_architecture(config: DecoderConfig, mode: str) -> DecoderConfig:
+    """The architecture of the rotated model: with "full" the head is not tied."""
+    return dataclasses.replace(config, tie_word_embeddings=False) if mode == "full" else config
+
+
+def rotated(model: Model, mode: str, seed: int = 0) -> Model:
+    """An equal model, its float weights rotated as `rotate` does."""
+    config = rotated_architecture(model.config, mode)
+    hf = model.hf | ({"tie_word_embeddings": False} if mode == "full" else {})
+    return dataclasses.replace(model, hf=hf, config=config, weights=rotate(model.config, model.weights, mode, seed))
+
+
 def rotate(
     config: DecoderConfig, weights: Mapping[str, Float[Array | np.ndarray, "..."]], mode: str, seed: int = 0
 ) -> dict[str, Float[np.ndarray, "..."]]:
@@ -55,15 +69,15 @@ def rotate(
       RecipeError: as `require_rotation`.
     """
     require_rotation(config, mode)
-    rotated = {name: np.asarray(value, np.float32) for name, value in weights.items()}
+    turned = {name: np.asarray(value, np.float32) for name, value in weights.items()}
     if mode == "none":
-        return rotated
+        return turned
     rng = np.random.default_rng(seed)
     for index in range(config.num_hidden_layers):
-        _rotate_values(config, rotated, f"model.layers.{index}.self_attn", rng)
+        _rotate_values(config, turned, f"model.layers.{index}.self_attn", rng)
     if mode == "full":
-        _rotate_residual(config, rotated, rng)
-    return rotated
+        _rotate_residual(config, turned, rng)
+    return turned
 
 
 def _rotate_values(config: DecoderConfig, weights: dict, attention: str, rng: np.random.Generator) -> None:
@@ -128,7 +142,7 @@ def _sylvester(size: int) -> np.ndarray:
 
 
 def _paley(order: int) -> np.ndarray | None:
-    """Paley's matrices, of order q + 1 for a prime q = 3 mod 4 and 2 (q + 1) for q = 1 mod 4; those of order 1 and 2."""
+    """Paley's matrices, of order q + 1 for a prime q = 3 mod 4, 2 (q + 1) for q = 1 mod 4; those of order 1 and 2."""
     if order <= 2:
         return _sylvester(order)
     if order % 4:

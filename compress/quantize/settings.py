@@ -61,6 +61,16 @@ class Quantize:
     sensitivity_tokens: int = field(
         default=1024, metadata={"help": "Calibration tokens on which each layer's KL is measured.", "min": 2}
     )
+    exclude: tuple[str, ...] = field(
+        default=(), metadata={"help": "Patterns of linears that stay floats, such as '*.down_proj.weight'."}
+    )
+    rotate: Literal["none", "value", "full"] = field(
+        default="none",
+        metadata={"help": "First rotate values, or the residual stream too, folded into the weights."},
+    )
+    requantize: Literal["warn", "refuse"] = field(
+        default="warn", metadata={"help": "What to do with a model that is quantized already."}
+    )
 
     def __post_init__(self):
         for name in ("group_size", "fallback_group_size"):
@@ -88,10 +98,10 @@ class Quantize:
     def _check_choice(self) -> None:
         if self.budget is not None and self.max_kl is not None:
             raise RecipeError("give either budget or max_kl, not both")
-        if self.method == "nf4" or self.embedding_bits or self.fallback_group_size:
+        if self.method == "nf4" or self.embedding_bits or self.fallback_group_size or self.exclude:
             raise RecipeError(
-                "a budget or max_kl chooses bits by itself, of integers; leave nf4, embedding_bits and "
-                "fallback_group_size out"
+                "a budget or max_kl chooses bits by itself, of integers; leave nf4, embedding_bits, "
+                "fallback_group_size and exclude out"
             )
         if self.budget is not None:
             parse_budget(self.budget)

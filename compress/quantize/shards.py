@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import numpy as np
 
 from compress.models.decoder import shapes
 from compress.models.folder import Model
+from eval.report import QuantizedRow
 from export import bitsandbytes, compressed_tensors
 from export.atomic import atomic_file
-from export.checkpoint import Checkpoint, read
+from export.checkpoint import Checkpoint, check_finite, read
 from export.quantized import NF4Tensor, PackedTensor, QuantizedTensor, QuantSpec
 from export.safetensors import INDEX, SINGLE, join_files, read_header, write_file, write_index
 from export.untrusted import read_object
@@ -40,16 +41,20 @@ class Shards:
             if (folder / file).exists() and (folder / _facts_of(file)).exists():
                 self.facts[number] = read_object(folder, _facts_of(file))
 
-    def put(self, number: int, weights: Mapping[str, Any], error: dict[str, Any] | None) -> None:
+    def put(
+        self, number: int, weights: Mapping[str, Any], error: dict[str, Any] | None, rows: Sequence[QuantizedRow]
+    ) -> None:
         """Write a part, and what is known of it: its presence means that the part is done."""
         file = self.files[number]
+        check_finite(Checkpoint({}, weights))
         stored: dict[str, np.ndarray] = {}
         for name, value in weights.items():
             form = bitsandbytes.stored if isinstance(value, NF4Tensor) else compressed_tensors.stored
             stored |= {part: np.asarray(array, order="C") for part, array in form(name, value, self.dtype).items()}
         packed = {name: value for name, value in weights.items() if isinstance(value, PackedTensor)}
         specs = {n: dataclasses.asdict(v.spec) if isinstance(v, QuantizedTensor) else None for n, v in packed.items()}
-        facts = {"packed": specs, "bytes": sum(value.nbytes for value in packed.values()), "error": error}
+        size = sum(value.nbytes for value in packed.values())
+        facts = {"packed": specs, "bytes": size, "error": error, "rows": [dataclasses.asdict(row) for row in rows]}
         with atomic_file(self.folder / file, force=True) as temporary:
             write_file(stored, temporary)
         with atomic_file(self.folder / _facts_of(file), force=True) as temporary:
@@ -65,6 +70,11 @@ class Shards:
     def errors(self) -> list[dict[str, Any]]:
         """What calibration measured, part by part."""
         return [facts["error"] for _, facts in sorted(self.facts.items()) if facts["error"] is not None]
+
+    @property
+    def rows(self) -> list[QuantizedRow]:
+        """What became of each weight, part by part."""
+        return [QuantizedRow(**row) for _, facts in sorted(self.facts.items()) for row in facts["rows"]]
 
     def read(self) -> Mapping[str, Any]:
         """The weights so far, read on access; none before the first packed one."""

@@ -8,24 +8,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from compress.data.batch import Batch
 from compress.data.batches import Batches
 from compress.data.rows import Rows, keep_quarantine
+from compress.errors import DataError, RecipeError
 from compress.models.decoder import shapes
 from compress.models.folder import Model, architecture, open_stream
+from compress.quantize.account import Quantization, coverage, write_quantization
 from compress.quantize.budget import Chosen, choose
-from compress.quantize.calibrate import quantize_model, quantize_parts
+from compress.quantize.calibrate import quantize_parts
 from compress.quantize.preflight import check_settings
 from compress.quantize.quantizers import QUANTIZERS
+from compress.quantize.rotate import rotated
 from compress.quantize.settings import Quantize
 from compress.quantize.shards import Shards
 from compress.record import VERSION, open_partial, stamp_of
 from compress.settings import Common
 from export.atomic import atomic_folder, check_output
 from export.manifest import write_manifest
-from export.quantized import PackedTensor, QuantSpec, Weights
+from export.quantized import QuantSpec
 
 LAYERS, CHOICE = "layers.json", "sensitivities.json"
 
@@ -36,23 +37,21 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
     A run that was interrupted goes on with the first part that is missing, and ends with the same bytes.
 
     Raises:
-      RecipeError: groups that do not divide a layer, a method without its calibration data, or a begun run of other
-        settings or data.
+      RecipeError: groups that do not divide a layer, a method without its calibration data, a quantized model where
+        `requantize` refuses it, or a begun run of other settings or data.
       DataError, ArtifactError: data or a model that will not do.
     """
     assert common.out is not None and settings.model is not None
     check_settings(settings, architecture(settings.model))
     check_output(common.out, common.force)
     rows = calibration_rows(settings, common)
-    source = open_stream(settings.model)
-    if source.packed:
-        common.progress.warn(f"{settings.model} is quantized already; its rounded weights are rounded once more")
-    config = source.model.config
-    options, choice = options_of(dataclasses.replace(source.model, weights=source.weights), rows, settings, common)
+    parent = open_parent(settings, common)
+    layers = parent.config.num_hidden_layers
+    options, choice = options_of(parent, rows, settings, common)
     folder = open_partial(common, "quantize", identity(settings, common, rows))
-    shards = Shards(folder, source.model, config.num_hidden_layers + 2, options["spec"].scale_dtype)
+    shards = Shards(folder, parent, layers + 2, options["spec"].scale_dtype)
     parts = quantize_parts(
-        config, source.weights, **options, done=set(shards.facts), kept=shards.read(), scratch=folder
+        parent.config, parent.weights, **options, done=set(shards.facts), kept=shards.read(), scratch=folder
     )
     with ThreadPoolExecutor(1) as writer:  # while the next part is made
         writing: Future | None = None
@@ -60,15 +59,17 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
             if writing is not None:
                 writing.result()
             writing = writer.submit(shards.put, *part)
-            if 0 < part.number <= config.num_hidden_layers:
-                common.progress("quantize", part.number, config.num_hidden_layers)
+            if 0 < part.number <= layers:
+                common.progress("quantize", part.number, layers)
             del part  # its arrays go when they are written
         if writing is not None:
             writing.result()
+    record = Quantization(coverage(shards.rows), is_folded(settings), shards.rows)
     with atomic_folder(common.out, common.force) as out:
         shards.finish(out)
         skipped = keep_quarantine(out, *rows)
         (out / LAYERS).write_text(json.dumps(shards.errors) + "\n")
+        write_quantization(out, record)
         if choice is not None:
             (out / CHOICE).write_text(json.dumps(choice.record, indent=1) + "\n")
         write_manifest(out, {"stage": "quantize", "method": settings.method, "model": settings.model})
@@ -81,11 +82,32 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
             if choice
             else {"bits": settings.bits, "group_size": settings.group_size, "symmetric": settings.symmetric}
         ),
-        "tensors": {"quantized": len(shards.packed), "of": sum(len(shape) == 2 for shape in shapes(config).values())},
+        "tensors": {
+            "quantized": len(shards.packed),
+            "of": sum(len(shape) == 2 for shape in shapes(parent.config).values()),
+        },
+        "coverage": record.coverage,
+        "not_as_asked": {row.name: row.fallback for row in record.tensors if row.fallback},
         "bytes": sum(facts["bytes"] for facts in shards.facts.values()),
         **({"rows": {str(text.paths[0]): text.quarantine.counts() for text in rows}} if rows else {}),
         **skipped,
     }
+
+
+def open_parent(settings: Quantize, common: Common) -> Model:
+    """The float model to quantize, its weights read on access; all at once if they are to be rotated.
+
+    Raises:
+      RecipeError: it is quantized already, and the settings refuse that.
+    """
+    assert settings.model is not None
+    source = open_stream(settings.model)
+    if source.packed and settings.requantize == "refuse":
+        raise RecipeError(f"{settings.model} is quantized already; give the model that it was made from")
+    if source.packed:
+        common.progress.warn(f"{settings.model} is quantized already; its rounded weights are rounded once more")
+    parent = dataclasses.replace(source.model, weights=source.weights)
+    return parent if settings.rotate == "none" else rotated(parent, settings.rotate, common.seed)
 
 
 def identity(settings: Quantize, common: Common, rows: list[Rows]) -> dict[str, Any]:
@@ -96,22 +118,9 @@ def identity(settings: Quantize, common: Common, rows: list[Rows]) -> dict[str, 
     return keys | own | {"seed": common.seed, "columns": dict(common.data.columns), "version": VERSION}
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The quantized model and its layers' output errors."""
-
-    model: Model
-    layers: list[dict[str, Any]]
-
-
-def quantize(parent: Model, rows: list[Rows], settings: Quantize, common: Common) -> Result:
-    """A float model's linears, and its embedding if asked, as groups of few bits."""
-    options, _ = options_of(parent, rows, settings, common)
-    found = quantize_model(parent.config, parent.weights, **options, progress=common.progress)
-    weights: Weights = {
-        n: v if isinstance(v, PackedTensor) else np.asarray(v, np.float32) for n, v in found.weights.items()
-    }
-    return Result(dataclasses.replace(parent, weights=weights), found.layers)
+def is_folded(settings: Quantize) -> bool:
+    """Whether what is rounded are not the given model's weights, but those of an equal one."""
+    return settings.rotate != "none" or QUANTIZERS[settings.method].prepare is not None
 
 
 def options_of(
@@ -121,6 +130,8 @@ def options_of(
     share = settings.calibration_tokens // max(1, len(rows))
     batches = [batch for text in rows for batch in calibration_batches(parent, text, share, settings, common.seed)]
     seen = sum(int((batch.segments > 0).sum()) for batch in batches)
+    if rows and not seen:
+        raise DataError(f"{', '.join(str(text.paths[0]) for text in rows)}: no tokens to calibrate on")
     if rows and seen < settings.calibration_tokens // 2:
         common.progress.warn(f"the calibration text has {seen} tokens; {settings.calibration_tokens} were asked for")
     choice = choose(parent, batches, settings, common.progress) if settings.is_mixed else None
@@ -131,7 +142,8 @@ def options_of(
         "embedding_bits": settings.embedding_bits,
         "fallback_group_size": settings.fallback_group_size,
         "specs": choice.specs if choice else None,
-        "settings": {name: getattr(settings, name) for name in QUANTIZERS[settings.method].settings},
+        "exclude": settings.exclude,
+        "settings": {name: getattr(settings, name) for name in QUANTIZERS[settings.method].keys},
     }
     return options, choice
 
