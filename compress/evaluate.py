@@ -53,9 +53,8 @@ def run(settings: Eval, common: Common) -> dict[str, Any]:
     if settings.teacher:
         models[metrics.TEACHER] = load(settings.teacher).merged().dequantized()
     held_out = open_windows(models, settings, common)
-    report = measure(
-        models, held_out, common, name=Path(settings.model).name, record=read_quantization(Path(settings.model))
-    )
+    path = Path(settings.model)
+    report = measure(models, held_out, common, name=path.name, record=read_quantization(path))
     if common.out is not None:
         with atomic_file(common.out, common.force) as path:
             path.write_text(to_json(report), encoding="utf-8")

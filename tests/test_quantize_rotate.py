@@ -23,11 +23,10 @@ POST_NORMED = ("gemma2", "gemma3_text")
 def normed(case: str) -> dict[str, np.ndarray]:
     """Weights whose norms are far from one."""
     rng = np.random.default_rng(1)
-    far = {name: rng.normal(0, 1, value.shape) for name, value in weights_of(case).items() if value.ndim == 1}
-    moved = {
-        name: weights_of(case)[name] * np.exp(shift) for name, shift in far.items() if name.endswith("norm.weight")
+    norms = {name: value for name, value in weights_of(case).items() if name.endswith("norm.weight")}
+    return weights_of(case) | {
+        name: value * np.exp(rng.normal(0, 1, value.shape)).astype(np.float32) for name, value in norms.items()
     }
-    return weights_of(case) | {name: value.astype(np.float32) for name, value in moved.items()}
 
 
 @pytest.mark.parametrize("mode", ["value", "full"])
