@@ -117,8 +117,14 @@ def measure(
     else:
         tensors = tensor_errors(models[metrics.PARENT], candidate)
     size = size_of(candidate)
-    told = {"tensors": tensors, "size": size, "coverage": coverage_of(candidate), "seed": common.seed}
-    found = metrics.Evidence(scores=scores, **told, **(evidence or {}))
+    found = metrics.Evidence(
+        scores=scores,
+        tensors=tensors,
+        size=size,
+        coverage=coverage_of(candidate),
+        seed=common.seed,
+        **(evidence or {}),
+    )
     return Report(
         name=name,
         convention=held_out.convention,
