@@ -129,7 +129,7 @@ def _encode_quantized(name: str, tensor: QuantizedTensor, kind: GGMLQuantization
         signed = (packed ^ 128).reshape(rows, blocks, BLOCK)  # q - 128 in two's complement
         return np.concatenate([d.view(np.uint8), signed], axis=-1).reshape(rows, -1)
     codes = unpack(packed, tensor.spec.bits).reshape(rows, blocks, BLOCK)
-    parts = [d.view(np.uint8)]
+    parts: list[np.ndarray] = [d.view(np.uint8)]
     if tensor.zero is not None:
         offset = -np.asarray(tensor.zero).astype(np.float32) * np.asarray(tensor.scale).astype(np.float32)
         m = np.repeat(offset.astype(np.float16), per_group, axis=1)[..., None]

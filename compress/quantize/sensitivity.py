@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from compress.data.batch import Batch
 from compress.models.config import DecoderConfig
-from compress.models.decoder import EMBEDDING, Stacked, embed, final_norm, head, layer_data, project, split_layers
+from compress.models.decoder import EMBEDDING, Stacked, embed, final_norm, layer_data, logits, split_layers
 from compress.quantize.allocate import Option
 from compress.quantize.calibrate import capture_all, output
 from compress.quantize.layer import JOIN
@@ -125,7 +125,7 @@ def _floats(tensors: dict) -> dict[str, Array]:
 
 def rounded(w: Float[Array, "O I"], spec: QuantSpec) -> Float[Array, "O I"]:
     """What `rtn` makes of a weight."""
-    return rtn(w, spec).dequantize()
+    return jnp.asarray(rtn(w, spec).dequantize())
 
 
 def output_error(w: Float[Array, "O I"], found: Float[Array, "O I"], gram: Float[Array, "I I"]) -> Float[Array, ""]:
@@ -145,7 +145,7 @@ def divergence(
 
     def log_probs(rest: dict, states: Float[Array, "T D"]) -> Float[Array, "T V"]:
         stem = Stacked(rest, [])
-        return jax.nn.log_softmax(project(config, final_norm(config, stem, states[None])[0], head(config, stem)))
+        return jax.nn.log_softmax(logits(config, stem, final_norm(config, stem, states[None])[0]))
 
     def row(given):
         x, y, real = given
