@@ -13,7 +13,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from export.quantized import PackedTensor, QuantSpec
+from compress.models.quantized_matmul import quantized_matmul
+from export.quantized import PackedTensor, QuantizedTensor, QuantSpec
 
 
 def slot(*shape: int) -> nnx.Param:
@@ -51,9 +52,14 @@ def row_norms(weight: Float[Array, "O I"]) -> Float[Array, " O"]:
     return jnp.where(norms > 0, norms, 1.0)
 
 
-@jax.custom_vjp
 def product(x: Float[Array, "*B I"], weight: Array | PackedTensor) -> Float[Array, "*B O"]:
-    """`x W^T` in the dtype of x, for a weight [O, I]; a quantized one is a constant.
+    """`x W^T` in the dtype of x, for a weight [O, I]; a quantized one is a constant."""
+    return quantized_matmul(x, weight) if isinstance(weight, QuantizedTensor) else dense_product(x, weight)
+
+
+@jax.custom_vjp
+def dense_product(x: Float[Array, "*B I"], weight: Array | PackedTensor) -> Float[Array, "*B O"]:
+    """`product` with the whole weight in floats.
 
     What is kept for the backward pass is x and the weight as it is, so a quantized one is dequantized once more there.
     """
@@ -61,7 +67,7 @@ def product(x: Float[Array, "*B I"], weight: Array | PackedTensor) -> Float[Arra
 
 
 def _product_forward(x, weight):
-    return product(x, weight), (x, weight)
+    return dense_product(x, weight), (x, weight)
 
 
 def _product_backward(saved, dy):
@@ -74,7 +80,7 @@ def _product_backward(saved, dy):
     return dx, d_weight.astype(weight.dtype)
 
 
-product.defvjp(_product_forward, _product_backward)
+dense_product.defvjp(_product_forward, _product_backward)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["keys"], meta_fields=["rate"])
