@@ -148,3 +148,6 @@ class Generate:
     temperature: float = field(default=0.0, metadata={"help": "0 takes the likeliest token.", "min": 0})
     top_p: float = field(default=1.0, metadata={"help": "Sample from this share of the mass.", "above": 0, "max": 1})
     top_k: int = field(default=0, metadata={"help": "Sample from so many tokens; 0 is all.", "min": 0})
+    kv_cache: Literal["float", "int8"] = field(
+        default="float", metadata={"help": "Keep keys and values as computed, or in 8 bits a number."}
+    )

@@ -1,5 +1,7 @@
 """Generation with a cache against the full forward pass, and sampling against NumPy."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +59,36 @@ def test_windows_hold_while_decoding(family):
     prompt = PROMPTS[2]
     assert min(window for window in config.windows if window) < len(prompt)
     assert run([prompt], case) == [likeliest(config, stacked_of(case), prompt, NEW)]
+
+
+def test_keys_and_values_in_8_bits_give_nearly_the_logits_of_floats_in_a_quarter_of_the_bytes():
+    config, stacked = tiny.STUDENT, tiny.student()
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, tiny.VOCAB, (2, 12)).astype(np.int32)
+    at = np.tile(np.arange(12, dtype=np.int32), (2, 1))
+
+    extend = jax.jit(partial(decoder.extend, config))
+
+    def decoded(dtype):
+        cache, logits = decoder.empty_cache(config, 2, 12, dtype), []
+        for part in (np.s_[:, :8], np.s_[:, 8:]):
+            hidden, cache = extend(stacked, cache, tokens[part], at[part], np.ones_like(at[part]))
+            logits.append(decoder.logits(config, stacked, hidden))
+        return np.concatenate(logits, axis=1), cache.layers
+
+    (exact, floats), (near, codes) = decoded(jnp.float32), decoded(jnp.int8)
+    assert 0 < np.abs(near - exact).max() < 0.02 * exact.std()
+    keys = np.asarray(floats.keys)
+    step = np.abs(keys).max(-1, keepdims=True) / 127
+    assert np.all(np.abs(np.asarray(codes.keys.codes * codes.keys.scales)[0] - keys[0]) <= step[0] * (0.5 + 1e-4))
+    for slots, wide in ((codes.keys, floats.keys), (codes.values, floats.values)):
+        assert slots.codes.nbytes == wide.nbytes / 4 and slots.scales.nbytes == wide.nbytes / config.head_dim
+
+
+def test_generation_takes_a_cache_in_8_bits(greedy):
+    found = run(int8_cache=True)
+    assert [len(tokens) for tokens in found] == [NEW] * len(PROMPTS)
+    assert [tokens[0] for tokens in found] == [tokens[0] for tokens in greedy]
 
 
 def test_a_quantized_model_generates_as_its_dequantized_one():

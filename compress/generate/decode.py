@@ -5,6 +5,7 @@ Letters: B batch, T prompt tokens, N new tokens, S stop tokens.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from compress.models.decoder import Stacked, empty_cache, extend, logits
 STRIDE = 64
 
 
-@partial(jax.jit, static_argnames=("config", "sampling", "new"))
+@partial(jax.jit, static_argnames=("config", "sampling", "new", "int8_cache"))
 def continue_rows(
     config: DecoderConfig,
     stacked: Stacked,
@@ -31,6 +32,7 @@ def continue_rows(
     *,
     sampling: Sampling,
     new: int,
+    int8_cache: bool = False,
 ) -> Int[Array, "B N"]:
     """At most `limit` of N = `new` tokens for every row; -1 after one of `stop`.
 
@@ -40,7 +42,7 @@ def continue_rows(
     batch, time = tokens.shape
     columns = jnp.broadcast_to(jnp.arange(time), (batch, time))
     segments = (columns < lengths[:, None]).astype(jnp.int32)
-    cache = empty_cache(config, batch, time + new, stacked.rest["model.norm.weight"].dtype)
+    cache = empty_cache(config, batch, time + new, jnp.int8 if int8_cache else stacked.rest["model.norm.weight"].dtype)
     hidden, cache = extend(config, stacked, cache, tokens, columns, segments)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
 
@@ -74,10 +76,12 @@ def generate(
     sampling: Sampling = GREEDY,
     stop: Sequence[int] = (),
     seed: int = 0,
+    int8_cache: bool = False,
 ) -> list[list[int]]:
     """New token ids for every prompt, the stop token left out.
 
-    A row's tokens depend on its prompt, its place and `seed` alone, not on the other rows.
+    A row's tokens depend on its prompt, its place and `seed` alone, not on the other rows. With `int8_cache`, keys and
+    values are kept in 8 bits.
 
     Raises:
       ValueError: a prompt has no token.
@@ -91,6 +95,7 @@ def generate(
         tokens[row, : len(prompt)] = prompt
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(prompts)))
     ends = np.array(list(stop) or [-2], np.int32)
-    out = continue_rows(config, stacked, tokens, lengths, keys, ends, max_tokens, sampling=sampling, new=new)
+    options: dict[str, Any] = {"sampling": sampling, "new": new, "int8_cache": int8_cache}
+    out = continue_rows(config, stacked, tokens, lengths, keys, ends, max_tokens, **options)
     stops = set(stop)
     return [[int(t) for t in row if t >= 0 and int(t) not in stops] for row in np.asarray(out)]

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from compress.models.config import DecoderConfig
 from compress.models.flash import flash_attention
 from compress.models.linear import Linear, RMSNorm
+from compress.models.quantized_matmul import round_tokens
 
 # The score of a key that the mask hides.
 MASKED = float(np.finfo(np.float32).min)
@@ -24,19 +25,44 @@ ATTENDED = "attended"
 BLOCKS, LEAST_BLOCK, ROUND = 8, 128, 16  # of queries: how many at most, how long at least, and a multiple of what
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Int8Slots:
+    """Keys or values in 8 bits: each token's of each head on a symmetric scale of their own."""
+
+    codes: Int8[Array, "*L B S K E"]
+    scales: Float[Array, "*L B S K 1"]
+
+
+Slots = Array | Int8Slots
+"""Keys or values [*L, B, S, K, E]."""
+
+
+def put_slots(slots: Slots, x: Float[Array, "B T K E"], start: Int[Array, ""]) -> Slots:
+    """Write tokens at slot `start` and those that follow it."""
+    new = Int8Slots(*round_tokens(x)) if isinstance(slots, Int8Slots) else x
+    put = lambda old, part: jax.lax.dynamic_update_slice(old, part, (0, start, 0, 0))  # noqa: E731
+    return jax.tree.map(put, slots, new)
+
+
+def read_slots(slots: Slots, dtype) -> Float[Array, "B S K E"]:
+    """What is in all slots."""
+    if isinstance(slots, Int8Slots):
+        return (slots.codes.astype(jnp.float32) * slots.scales).astype(dtype)
+    return slots
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["keys", "values", "start"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
     """Keys and values of one layer, or of all stacked (L); the next token is written at slot `start`."""
 
-    keys: Float[Array, "*L B S K E"]
-    values: Float[Array, "*L B S K E"]
+    keys: Slots
+    values: Slots
     start: Int[Array, " *L"]
 
-    def append(self, k, v) -> "LayerCache":
-        at = (0, self.start, 0, 0)
-        put = jax.lax.dynamic_update_slice
-        return LayerCache(put(self.keys, k, at), put(self.values, v, at), self.start)
+    def append(self, k: Float[Array, "B T K E"], v: Float[Array, "B T K E"]) -> "LayerCache":
+        return LayerCache(put_slots(self.keys, k, self.start), put_slots(self.values, v, self.start), self.start)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin", "mask", "segments", "cache"], meta_fields=[])
@@ -242,7 +268,7 @@ class Attention(nnx.Module):
         cache = None
         if sight.cache is not None:
             cache = sight.cache.append(k, v)
-            k, v = cache.keys, cache.values
+            k, v = read_slots(cache.keys, k.dtype), read_slots(cache.values, v.dtype)
         self.scores = nnx.Intermediate(attention_scores(q, k, sight.mask, scale=self.scale, softcap=self.softcap))
         flash = partial(flash_attention, scale=self.scale, softcap=self.softcap)
         seen = flash(q, k, v, sight.mask, sight.segments) if cache is None else None

@@ -15,11 +15,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from compress.models.attention import ATTENDED, LayerCache, Sight, visible
+from compress.models.attention import ATTENDED, Int8Slots, LayerCache, Sight, Slots, visible
 from compress.models.config import DecoderConfig
 from compress.models.linear import RMSNorm, bind, dense, rows
 from compress.models.spread import by_rows
-from export.quantized import PackedTensor, QuantizedTensor, Weights
+from export.quantized import PackedTensor, Weights
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -95,8 +95,7 @@ def split_layers(config: DecoderConfig, weights: Mapping[str, Any]) -> tuple[dic
 
 def structure(leaf) -> tuple:
     """What must agree for two layers' tensors to be stacked."""
-    spec = leaf.spec if isinstance(leaf, QuantizedTensor) else None
-    return (tuple(leaf.shape), str(jax.tree.leaves(leaf)[0].dtype), spec)
+    return tuple(leaf.shape), jax.tree.structure(leaf), tuple(str(part.dtype) for part in jax.tree.leaves(leaf))
 
 
 def stack(config: DecoderConfig, weights: Mapping[str, Any]) -> Stacked:
@@ -346,9 +345,12 @@ class Cache:
 
 
 def empty_cache(config: DecoderConfig, batch: int, slots: int, dtype=jnp.float32) -> Cache:
-    """A cache for `slots` tokens a row."""
+    """A cache for `slots` tokens a row; of int8, each token's keys and values of a head have a float32 scale."""
     layers = config.num_hidden_layers
-    room = jnp.zeros((layers, batch, slots, config.num_key_value_heads, config.head_dim), dtype)
+    shape = (layers, batch, slots, config.num_key_value_heads, config.head_dim)
+    room: Slots = jnp.zeros(shape, dtype)
+    if dtype == jnp.int8:
+        room = Int8Slots(room, jnp.zeros((*shape[:-1], 1), jnp.float32))
     nothing = jnp.zeros((batch, slots), jnp.int32)
     return Cache(LayerCache(room, room, jnp.zeros(layers, jnp.int32)), nothing, nothing, jnp.int32(0))
 
