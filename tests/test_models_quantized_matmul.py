@@ -26,7 +26,7 @@ def drawn(seed: int, rows: int, outputs: int, inputs: int, spec: QuantSpec, dtyp
     zero = None if spec.symmetric else draw.integers(0, spec.levels, groups, np.uint8)
     scale = (draw.uniform(0.5, 1, groups) / spec.levels).astype(jnp.bfloat16)
     weight = QuantizedTensor(pack(codes, spec.bits), scale, zero, spec)
-    return jnp.asarray(draw.normal(size=(rows, inputs)), dtype), weight
+    return jnp.asarray(draw.normal(size=(rows, inputs)), dtype), jax.tree.map(jnp.asarray, weight)
 
 
 def by_definition(x: jax.Array, weight: QuantizedTensor) -> np.ndarray:
@@ -49,7 +49,10 @@ def test_every_path_multiplies_with_the_weights_that_the_codes_stand_for(
 ):
     dtype = jnp.bfloat16 if in_bfloat16 else jnp.float32
     x, weight = drawn(seed, rows, outputs, groups * spec.group_size, spec, dtype)
-    found, want = np.asarray(INTERPRETED[name](x, jax.tree.map(jnp.asarray, weight)), np.float64), by_definition(x, weight)
+    found, want = (
+        np.asarray(INTERPRETED[name](x, weight), np.float64),
+        by_definition(x, weight),
+    )
     assert found.shape == want.shape
     # Half a unit of the result's last place, and on a CPU one for each half of the sum.
     np.testing.assert_allclose(found, want, rtol=0, atol=(2**-7 if in_bfloat16 else 1e-5) * np.abs(want).max())
@@ -59,13 +62,13 @@ def test_every_path_multiplies_with_the_weights_that_the_codes_stand_for(
 def test_more_bytes_than_a_tpu_takes_at_once_are_summed(spec):
     x, weight = drawn(0, 5, 24, 1536, spec, jnp.bfloat16)
     want = by_definition(x, weight)
-    np.testing.assert_allclose(INTERPRETED["tpu"](x, jax.tree.map(jnp.asarray, weight)), want, rtol=0, atol=2**-8 * np.abs(want).max())
+    np.testing.assert_allclose(INTERPRETED["tpu"](x, weight), want, rtol=0, atol=2**-8 * np.abs(want).max())
 
 
 def test_cpu_blocks_that_do_not_divide_the_outputs_are_whole(monkeypatch):
     monkeypatch.setattr(paths, "CHUNK", 7 * 128)
     x, weight = drawn(0, 5, 24, 128, SPECS[0], jnp.float32)
-    np.testing.assert_allclose(PATHS["blocks"](x, jax.tree.map(jnp.asarray, weight)), by_definition(x, weight), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(PATHS["blocks"](x, weight), by_definition(x, weight), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("spec", "rows"), [(SPECS[0], 2), (SPECS[1], 200), (SPECS[2], 2)], ids=str)

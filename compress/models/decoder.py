@@ -348,9 +348,10 @@ def empty_cache(config: DecoderConfig, batch: int, slots: int, dtype=jnp.float32
     """A cache for `slots` tokens a row; of int8, each token's keys and values of a head have a float32 scale."""
     layers = config.num_hidden_layers
     shape = (layers, batch, slots, config.num_key_value_heads, config.head_dim)
-    room: Slots = jnp.zeros(shape, dtype)
+    empty = jnp.zeros(shape, dtype)
+    room: Slots = empty
     if dtype == jnp.int8:
-        room = Int8Slots(room, jnp.zeros((*shape[:-1], 1), jnp.float32))
+        room = Int8Slots(empty, jnp.zeros((*shape[:-1], 1), jnp.float32))
     nothing = jnp.zeros((batch, slots), jnp.int32)
     return Cache(LayerCache(room, room, jnp.zeros(layers, jnp.int32)), nothing, nothing, jnp.int32(0))
 

@@ -16,6 +16,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int, UInt8
@@ -94,9 +95,9 @@ def by_nibble(x: Float[Array, "B I"], bits: int) -> Float[Array, "N B P"]:
     return x.reshape(len(x), -1, parts).transpose(2, 0, 1)
 
 
-def nibbles(packed: UInt8[Array, "*O P"], bits: int) -> list[Int[Array, "*O P"]]:
+def nibbles(packed: UInt8[Array | np.ndarray, "*O P"], bits: int) -> list[Int[Array, "*O P"]]:
     """The codes of each place in a byte, as int32."""
-    words = packed.astype(jnp.int32)
+    words = jnp.asarray(packed).astype(jnp.int32)
     return [words] if bits == 8 else [words & 15, words >> 4]
 
 
