@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import smollm2_shape as shape
 from distill_step import LENGTH, ROWS, ours
 
-from compress.distill.divergences import DIVERGENCES
 from compress.distill.loss import token_loss
 from compress.distill.settings import Distill
 from compress.models import read_config
 from compress.models.decoder import project
+from compress.train.divergences import DIVERGENCES
 from compress.train.head import HeadLoss, head_sum
 
 MEMORY_GOAL, TIME_GOAL = 1 / 8, 1.05

@@ -15,10 +15,10 @@ import numpy as np
 from compress.data.batches import Batches
 from compress.data.rows import Rows
 from compress.distill.buckets import log_buckets, top_buckets
-from compress.distill.divergences import forward_kl
 from compress.distill.student import make_student
 from compress.models.decoder import hidden_states, logits, stack
 from compress.models.folder import Model, load
+from compress.train.divergences import forward_kl
 
 
 def main() -> None:

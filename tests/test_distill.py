@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from compress.distill.divergences import DIVERGENCES, forward_kl
 from compress.distill.loss import distillation_loss, token_loss
 from compress.distill.prune import cut_layers
 from compress.distill.student import even_layers, make_student
@@ -19,6 +18,7 @@ from compress.distill.temperature import SCHEDULES, Tempered, TemperedBatches, t
 from compress.errors import RecipeError
 from compress.models import decoder, read_config
 from compress.models.folder import Model, save
+from compress.train.divergences import DIVERGENCES, forward_kl
 from export.errors import ArtifactError
 from tests import tiny_training as tiny
 from tests.tiny_models import RECORDS, config_of, weights_of

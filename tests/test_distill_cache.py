@@ -21,12 +21,12 @@ from compress.data.rows import Rows
 from compress.distill import cache_stage, stage
 from compress.distill.buckets import log_buckets, top_buckets
 from compress.distill.cache import Cached, CachedBatches, TeacherCache, key_of, segments_of
-from compress.distill.divergences import DIVERGENCES
 from compress.distill.loss import cached_loss, distillation_loss, top_k_loss
 from compress.distill.temperature import Tempered
 from compress.errors import DataError, RecipeError
 from compress.models.attention import MASKED
 from compress.models.folder import load
+from compress.train.divergences import DIVERGENCES
 from compress.train.fit import Resumable
 from export.checkpoint import Checkpoint
 from export.errors import ArtifactError

@@ -6,7 +6,6 @@ import pytest
 
 from compress.align.preference import PREFERENCE_LOSSES
 from compress.align.settings import OWN, Align
-from compress.distill.divergences import DIVERGENCES
 from compress.distill.settings import Distill
 from compress.distill.strategies import STRATEGIES
 from compress.distill.temperature import SCHEDULES
@@ -15,6 +14,7 @@ from compress.models import MODELS
 from compress.quantize.quantizers import QUANTIZERS
 from compress.quantize.settings import Quantize
 from compress.settings import Export
+from compress.train.divergences import DIVERGENCES
 from eval.gate import BUILT_IN, Policy
 from eval.metrics import METRICS
 from export import FORMATS

@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Int
 from compress.align.preference import PREFERENCE_LOSSES, Pairs
 from compress.align.settings import Align
 from compress.data.batch import CHOSEN, REJECTED, Batch, PairBatch
-from compress.distill.divergences import forward_kl
 from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, head, hidden_states, project
 from compress.models.linear import dense
 from compress.models.lora import with_adapters
+from compress.train.divergences import forward_kl
 from compress.train.head import HeadLoss, cross_entropy, head_tokens
 from compress.train.step import LossFn
 

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int
 from compress.data.batch import Batch
 from compress.distill.buckets import log_buckets
 from compress.distill.cache import Cached
-from compress.distill.divergences import DIVERGENCES
 from compress.distill.form import loss_of_parts
 from compress.distill.on_policy import on_policy_loss
 from compress.distill.settings import Distill
@@ -27,6 +26,7 @@ from compress.models.attention import MASKED
 from compress.models.config import DecoderConfig
 from compress.models.decoder import Stacked, head, hidden_states, project, tapped_states
 from compress.models.linear import dense
+from compress.train.divergences import DIVERGENCES
 from compress.train.head import HeadLoss, cross_entropy, head_sum, head_tokens
 from compress.train.step import LossFn
 

@@ -111,6 +111,15 @@ class Landing:
     quantize: Callable[[Float[Array, "O I"], QuantSpec], Float[Array, "O I"]]
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["form"])
+@dataclasses.dataclass(frozen=True)
+class Formed:
+    """A weight [O, I] that is formed where it is used, `form(*parts)`: its parts train, and it is never kept whole."""
+
+    form: Callable[..., Float[Array, "O I"]]
+    parts: tuple
+
+
 class Linear(nnx.Module):
     """`y = x W^T + b`, plus `B A dropout(x)` where adapters are bound (LoRA, arXiv:2106.09685, eq. 3).
 
@@ -130,6 +139,8 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         self.input = nnx.Intermediate(x)
         weight, landing = self.weight.get_value(), self.lora_landing
+        if isinstance(weight, Formed):
+            weight = weight.form(*weight.parts)
         if self.lora_A is not None and landing is not None:
             merged = dense(weight, jnp.float32) + self.lora_B.get_value() @ self.lora_A.get_value()
             weight = landing.get_value().quantize(merged, weight.spec)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from export.quantized import QuantSpec
+from export.quantized import QuantizedTensor, QuantSpec
 
 CLIP_STEPS = 4
 """Ways to cut a range that `choose_grid` starts from by default; twice as many gain about 1% of the error."""
@@ -109,6 +109,18 @@ def round_scale(scale: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
         return normal
     unit = float(info.smallest_subnormal)
     return jnp.where(scale < float(info.tiny), jnp.maximum(jnp.round(scale / unit), 1.0) * unit, normal)
+
+
+def grid_of(tensor: QuantizedTensor) -> tuple[Float[Array, "*L G"], Float[Array, "*L G"]]:
+    """A quantized tensor's scales and zero points as float32 to compute with."""
+    scale, zero = jax.tree.map(jnp.asarray, (tensor.scale, tensor.zero))
+    return float_grid(scale, zero, tensor.spec)
+
+
+def stored_scale(tensor: QuantizedTensor, factor: Float[Array, "*L O G"]) -> Float[Array, "*L O G"]:
+    """The tensor's scales times a factor, as its type rounds them, in float32; the gradient passes the rounding by."""
+    scale = grid_of(tensor)[0] * factor
+    return round_scale(jax.lax.stop_gradient(scale), tensor.spec.scale_dtype) + (scale - jax.lax.stop_gradient(scale))
 
 
 def _candidates(spec: QuantSpec, clip_steps: int) -> np.ndarray:
