@@ -29,7 +29,7 @@ def task_of(family: str, spec: QuantSpec) -> tuple[Layer, dict[str, QuantizedTen
     targets = [output(config, layer, x, data, batch) for x, batch in zip(inputs, batches, strict=True)]
     prefix = "model.layers.0."
     specs = {name.removeprefix(prefix): spec for name in linears(config) if name.startswith(prefix)}
-    task = Layer(config, prefix, layer, specs, {}, inputs, targets, data, batches)
+    task = Layer(config, prefix, layer, specs, {}, inputs, targets, targets, data, batches)
     return task, {name: rtn(layer[name], spec, clip_steps=0) for name in specs}
 
 
@@ -46,7 +46,7 @@ def error_of(task: Layer, packed: dict) -> float:
 @pytest.mark.parametrize("family", EXEMPLARS)
 def test_learning_lowers_the_layers_error_and_keeps_its_format(family):
     task, packed = task_of(family, QuantSpec(4, 16, False))
-    learned = autoround(task, packed, steps=40)
+    learned = autoround(task, packed, autoround_steps=40)
     assert error_of(task, learned) < 0.8 * error_of(task, packed)
     assert learned.keys() == packed.keys()
     for name, before in packed.items():
@@ -59,12 +59,12 @@ def test_learning_lowers_the_layers_error_and_keeps_its_format(family):
 def test_a_result_that_is_worse_is_not_kept(monkeypatch):
     task, packed = task_of("llama", QuantSpec(8, 16, False))
     monkeypatch.setattr("compress.quantize.autoround.NARROWEST", 1.4)
-    assert autoround(task, packed, steps=1) is packed
+    assert autoround(task, packed, autoround_steps=1) is packed
 
 
 def test_no_steps_change_nothing():
     task, packed = task_of("llama", QuantSpec(4, 16, True))
-    assert autoround(task, packed, steps=0) is packed
+    assert autoround(task, packed, autoround_steps=0) is packed
 
 
 @settings(max_examples=15, deadline=None)

@@ -10,7 +10,6 @@ with the low nibbles plus that of the odd ones with the high nibbles.
 Letters: B rows, O outputs, I inputs, G groups, N codes of a byte, P = I / N packed bytes of a row.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from compress.models.flash import device_kind
 from export.quantized import QuantizedTensor, QuantSpec
@@ -84,6 +83,14 @@ def path_for(platform: str, generation: int, dtype, rows: int, shape: tuple[int,
     return "gpu" if takes else None
 
 
+def round_tokens(x: Float[Array, "*B I"]) -> tuple[Int8[Array, "*B I"], Float[Array, "*B 1"]]:
+    """Each row on a symmetric scale of its own, its largest magnitude over 127: codes and float32 scales."""
+    x = x.astype(jnp.float32)
+    # Of a row of zeros the scale is not zero; that of a row with a NaN is NaN, so that it stays visible.
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127, jnp.finfo(jnp.float32).tiny)
+    return jnp.clip(jnp.round(x / scale), -127, 127).astype(jnp.int8), scale
+
+
 def dequantized(x: Float[Array, "B I"], weight: QuantizedTensor) -> Float[Array, "B O"]:
     """The product with the whole weight in floats."""
     return x @ weight.dequantize(x.dtype).T
@@ -111,9 +118,12 @@ def blocks(x: Float[Array, "B I"], weight: QuantizedTensor) -> Float[Array, "B O
         scale = row.scale[:, None].astype(jnp.float32)
         codes = nibbles(row.packed.reshape(len(row.scale), -1), spec.bits)
         floats = [((q.astype(jnp.float32) - zero) * scale).reshape(-1).astype(x.dtype) for q in codes]
-        return sum(part @ w for part, w in zip(parts, floats, strict=True))
+        return sum((part @ w for part, w in zip(parts, floats, strict=True)), jnp.zeros(len(x), x.dtype))
 
-    return jax.lax.map(of_one, weight, batch_size=max(1, min(weight.shape[0], CHUNK // weight.shape[1]))).T
+    size = max(1, CHUNK // weight.shape[1])
+    if size >= weight.shape[0]:
+        return jax.vmap(of_one)(weight).T
+    return jax.lax.map(of_one, weight, batch_size=size).T
 
 
 def operands(x: Float[Array, "B I"], weight: QuantizedTensor, multiple: int) -> tuple[list[Array], int]:

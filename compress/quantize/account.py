@@ -52,7 +52,7 @@ def account(rounded: Rounded, method: str, asked: QuantSpec | None, seconds: flo
     for name, w in task.weights.items():
         if w.ndim != 2:
             continue
-        packed = rounded.tensors.get(name)
+        w, packed = jnp.asarray(w), rounded.tensors.get(name)
         if isinstance(packed, PackedTensor):
             gram = of_input.get(name.removesuffix(".weight"))
             output = None if gram is None else output_error(w, dense(packed, jnp.float32), gram)

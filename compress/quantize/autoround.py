@@ -4,9 +4,10 @@ A weight stands at w / s + z on its grid. What is learned is a shift of that pla
 factor of the group's scale. The gradient passes the rounding by (eq. 3), and every step follows its sign alone, with a
 rate that falls to zero.
 
-Two things differ from the paper. Learning starts at codes that another quantizer chose and not at the nearest ones.
-And a token's squared error is divided by the mean square of what it should be: the norm that comes next divides by
-it too, and without that a few tokens of huge activations are all that is learned from.
+Two things differ from the paper. Learning starts on grids that were searched and not on whole ranges. And a token's
+squared error is divided by the square of what it should be: the norm that comes next divides by it too, and without
+that a few tokens of huge activations are all that is learned from. As in the paper, what a layer should put out is
+what the unquantized model does, so a layer also makes up for those before it.
 
 Letters: O outputs, I inputs, G groups of a row, N rows of all batches, T tokens, D model.
 """
@@ -49,20 +50,22 @@ class Learned(NamedTuple):
     factor: Float[Array, "O G"]
 
 
-def autoround(task: Layer, packed: dict[str, PackedTensor], *, steps: int) -> dict[str, PackedTensor]:
+def autoround(
+    task: Layer, packed: dict[str, Array | PackedTensor], *, autoround_steps: int
+) -> dict[str, Array | PackedTensor]:
     """The layer's packed weights with codes and scales learned anew; as they were, if that made the outputs worse.
 
     Args:
       packed: the first codes and scales of the layer's linears; others than grouped integers are left alone.
     """
     first = {name: tensor for name, tensor in packed.items() if isinstance(tensor, QuantizedTensor)}
-    if not first or not steps:
+    if not first or not autoround_steps:
         return packed
-    inputs, targets = (jnp.concatenate([jnp.asarray(x) for x in states]) for states in (task.inputs, task.targets))
+    inputs, targets = (jnp.concatenate([jnp.asarray(x) for x in states]) for states in (task.inputs, task.truths))
     batch = jax.tree.map(lambda *leaves: jnp.concatenate([jnp.asarray(leaf) for leaf in leaves]), *task.batches)
     key = jax.random.key(int(task.prefix.split(".")[2]))
     learned, before, after = learn(
-        task.config, dict(task.weights), first, inputs, targets, task.data, batch, key, steps
+        task.config, dict(task.weights), first, inputs, targets, task.data, batch, key, autoround_steps
     )
     return packed | learned if after < before else packed
 

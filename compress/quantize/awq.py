@@ -47,7 +47,8 @@ def fold(task: Layer) -> Layer:
 
     Where a norm takes the inverse, the scales are such that its weight is exact in bfloat16, in which it is stored.
     """
-    weights, grams = dict(task.weights), dict(task.grams)
+    weights = {name: jnp.asarray(value) for name, value in task.weights.items()}
+    grams = dict(task.grams)
     by_name = {name: joined for joined in grams for name in joined.split(JOIN)}
     for linear, sources in FEEDS.items():
         source = next(name for name in sources if f"{name}.weight" in weights)

@@ -189,8 +189,11 @@ def quantize_parts(
         rows = []
         for name in names:
             value = weights[name]
-            made[name] = rtn(value, specs[name]) if name in specs else as_stored(value, stored)
-            rows += [row_of(name, "rtn", value, made[name])] if name in specs else []
+            if name in specs:
+                made[name] = packed = rtn(value, specs[name])
+                rows.append(row_of(name, "rtn", value, packed))
+            else:
+                made[name] = as_stored(value, stored)
         return Part(number, jax.tree.map(np.asarray, made), None, rows)
 
     if 0 not in done:
@@ -272,7 +275,9 @@ def embed_all(config: DecoderConfig, weights: Mapping[str, Any], batches: Sequen
     return states
 
 
-def capture_all(config, layer: Mapping, states: States, data, batches: Sequence[Batch], scratch) -> tuple[States, dict]:
+def capture_all(
+    config, layer: Mapping, states: Sequence, data, batches: Sequence[Batch], scratch: Path | None = None
+) -> tuple[States, dict]:
     """The layer's outputs, and the mean x x^T over all real tokens of each distinct input of its linears."""
     targets, sums = States(scratch), None
     for x, batch in zip(states, batches, strict=True):
@@ -312,7 +317,7 @@ def quantize_layer(task: Layer, quantizer: Quantizer, **settings) -> Rounded:
     if quantizer.refine is not None:
         packed |= quantizer.refine(task, packed, **own)
     if task is not given:
-        packed = {name: value for name, value in task.weights.items() if value is not given.weights[name]} | packed
+        packed |= {n: jnp.asarray(v) for n, v in task.weights.items() if n not in packed and v is not given.weights[n]}
     return Rounded(task, packed, notes)
 
 

@@ -9,7 +9,7 @@ Letters: L stacked layers, O outputs, I inputs, G groups of a row, B rows, T tok
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from compress.data.batch import Batch
 from compress.errors import DataError
 from compress.models.config import DecoderConfig
 from compress.models.decoder import FINAL_NORM, Stacked, head, hidden_states, project, stack, unstack
-from compress.models.folder import to_host
+from compress.models.folder import cast, to_host
 from compress.models.linear import Formed, dense
 from compress.quantize.grid import decode, grid_of, stored_scale
 from compress.train.course import validator
@@ -32,7 +32,7 @@ from compress.train.head import HeadLoss, head_tokens
 from compress.train.step import FitSettings, LossFn
 from compress.train.trace import Trace
 from export.pytree import register
-from export.quantized import QuantizedTensor, Weights
+from export.quantized import QuantizedTensor
 
 HELD_OUT = 8
 """One batch in so many judges the healing and is not trained on."""
@@ -51,15 +51,15 @@ register(Taught)
 
 def heal(
     config: DecoderConfig,
-    quantized: Weights,
-    parent: Weights,
+    quantized: Mapping[str, Any],
+    parent: Mapping[str, Any],
     batches: Sequence[Batch],
     *,
     steps: int,
     learning_rate: float,
     seed: int = 0,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, row: None,
-) -> tuple[Weights, Trace]:
+) -> tuple[Mapping[str, Any], Trace]:
     """The quantized weights with healed scales, norms and biases; as they were, if held-out batches say so.
 
     Args:
@@ -75,7 +75,7 @@ def heal(
     if len(batches) < 2:
         raise DataError("healing needs two batches at least: one to train on, one to judge by")
     taught, teacher_head = teach(config, parent, batches)
-    base = stack(config, quantized)
+    base = stack(config, cast(quantized, jnp.float32))
     factors = ones(base)
     frozen = base, teacher_head
     apart = set(range(HELD_OUT - 1, len(taught), HELD_OUT)) or {len(taught) - 1}
@@ -100,9 +100,11 @@ def heal(
     return to_host(unstack(config, times(base, trained, config.norm_offset, stored))), trace
 
 
-def teach(config: DecoderConfig, parent: Weights, batches: Sequence[Batch]) -> tuple[list[Taught], Float[Array, "V D"]]:
+def teach(
+    config: DecoderConfig, parent: Mapping[str, Any], batches: Sequence[Batch]
+) -> tuple[list[Taught], Float[Array, "V D"]]:
     """Each batch with the parent's hidden states, and the head that makes logits of them."""
-    stacked = stack(config, parent)
+    stacked = stack(config, cast(parent, jnp.float32))
 
     @jax.jit
     def states(stacked: Stacked, batch: Batch):

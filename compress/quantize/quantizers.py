@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array
 
+from compress.quantize.autoround import autoround
 from compress.quantize.awq import awq, fold
 from compress.quantize.gptq import solve
 from compress.quantize.hqq import hqq
@@ -60,6 +61,10 @@ def _awq(w, spec, *, hessian, notes=None):
     return awq(w, hessian, spec)
 
 
+def _searched(w, spec, *, hessian, notes=None):
+    return rtn(w, spec)
+
+
 def _nf4(w, spec, *, hessian=None):
     return nf4(w)
 
@@ -68,6 +73,7 @@ QUANTIZERS: dict[str, Quantizer] = {
     "rtn": Quantizer(_rtn, calibrated=False),
     "gptq": Quantizer(_gptq, calibrated=True, settings=("damp",)),
     "awq": Quantizer(_awq, calibrated=True, prepare=fold),
+    "autoround": Quantizer(_searched, calibrated=True, refine=autoround, refine_settings=("autoround_steps",)),
     "hqq": Quantizer(_hqq, calibrated=False),
     "nf4": Quantizer(_nf4, calibrated=False),
 }

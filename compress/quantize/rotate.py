@@ -10,6 +10,7 @@ them first, the final norm's into the head.
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float
@@ -18,6 +19,7 @@ from compress.errors import RecipeError
 from compress.models.config import DecoderConfig
 from compress.models.decoder import EMBEDDING, FINAL_NORM, HEAD, block_shapes
 from compress.models.folder import Model
+from export.quantized import Weights
 
 POST_NORM = "post_feedforward_layernorm.weight"
 BEHIND = {
@@ -51,7 +53,9 @@ def rotated(model: Model, mode: str, seed: int = 0) -> Model:
     """An equal model, its float weights rotated as `rotate` does."""
     config = rotated_architecture(model.config, mode)
     hf = model.hf | ({"tie_word_embeddings": False} if mode == "full" else {})
-    return dataclasses.replace(model, hf=hf, config=config, weights=rotate(model.config, model.weights, mode, seed))
+    floats: Any = model.weights
+    weights: Weights = {**rotate(model.config, floats, mode, seed)}
+    return dataclasses.replace(model, hf=hf, config=config, weights=weights)
 
 
 def rotate(
@@ -135,7 +139,7 @@ def hadamard(size: int) -> Float[np.ndarray, "N N"] | None:
 
 
 def _sylvester(size: int) -> np.ndarray:
-    matrix = np.ones((1, 1))
+    matrix: np.ndarray = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.kron(matrix, [[1, 1], [1, -1]])
     return matrix

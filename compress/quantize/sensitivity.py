@@ -66,7 +66,7 @@ def sensitivities(
     def fitting(own: dict) -> list[QuantSpec]:
         return [spec for spec in specs if all(w.shape[-1] % spec.group_size == 0 for w in own.values())]
 
-    def kl(first: int, states: list[Array], layer: dict | None = None, changed: dict | None = None) -> float:
+    def kl(first: int, states: Sequence, layer: dict | None = None, changed: dict | None = None) -> float:
         """Of the model from layer `first` on, with that layer and the tensors outside the layers as given."""
         sums = []
         for x, wanted, batch in zip(states, entering[-1], batches, strict=True):
@@ -80,7 +80,7 @@ def sensitivities(
     def tensors(index: int, names: list[str]) -> dict[str, Array]:
         return _floats({name: layers[index][name] for name in names})
 
-    entering = [embedded(rest)]
+    entering: list[Sequence] = [embedded(rest)]
     units: list[tuple[int, list[str], list[float]]] = []
     for index, layer in enumerate(layers):
         outputs, grams = capture_all(config, _floats(layer), entering[-1], data[index], batches)

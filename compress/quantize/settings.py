@@ -21,12 +21,14 @@ class Quantize:
     symmetric: bool = field(
         default=True, metadata={"help": "Levels around zero, or with a zero point a group.", "off": "asymmetric"}
     )
-    method: Literal["gptq", "awq", "rtn", "hqq", "nf4"] = field(
+    method: Literal["gptq", "autoround", "awq", "rtn", "hqq", "nf4"] = field(
         default="gptq",
-        metadata={"help": "GPTQ, AWQ, round to nearest with the best clipping, HQQ, or QLoRA's 4-bit NormalFloat."},
+        metadata={
+            "help": "GPTQ, AutoRound, AWQ, round to nearest with the best clipping, HQQ, or QLoRA's 4-bit NormalFloat."
+        },
     )
     calibration: tuple[Path, ...] = field(
-        default=(), metadata={"help": "Text that GPTQ and AWQ see: JSONL, Parquet or plain text."}
+        default=(), metadata={"help": "Text to quantize and heal by: JSONL, Parquet or plain text."}
     )
     calibration_tokens: int = field(
         default=16384, metadata={"help": "Tokens of it to use, of each file an equal share.", "min": 1}
@@ -37,6 +39,14 @@ class Quantize:
     )
     damp: float = field(
         default=0.01, metadata={"help": "GPTQ's damping, as a share of the mean diagonal.", "above": 0, "max": 1}
+    )
+    autoround_steps: int = field(default=200, metadata={"help": "AutoRound's steps, a layer.", "min": 0})
+    heal_passes: int = field(
+        default=3,
+        metadata={"help": "Passes over the calibration text that train scales and norms by KL in the end.", "min": 0},
+    )
+    heal_learning_rate: float = field(
+        default=2e-3, metadata={"help": "Peak learning rate of the scales' factors.", "above": 0}
     )
     fallback_group_size: int | None = field(
         default=None, metadata={"help": "Group size for layers that group_size does not divide.", "min": 32, "max": 256}

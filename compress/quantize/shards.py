@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from compress.models.decoder import shapes
+from compress.models.decoder import EMBEDDING, LAYER, shapes
 from compress.models.folder import Model
 from eval.report import QuantizedRow
 from export import bitsandbytes, compressed_tensors
@@ -61,6 +62,19 @@ class Shards:
             temporary.write_text(json.dumps(facts), encoding="utf-8")
         self.facts[number] = facts
 
+    def replaced(self, weights: Mapping[str, Any]) -> "Shards":
+        """The same parts with other weights, in a folder of their own within this one."""
+        folder = self.folder / "healed"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        other = Shards(folder, self.model, len(self.files), self.dtype)
+        for number, file in enumerate(self.files):
+            own = {name: value for name, value in weights.items() if part_of(name, len(self.files)) == number}
+            other.put(
+                number, own, self.facts[number]["error"], [QuantizedRow(**row) for row in self.facts[number]["rows"]]
+            )
+        return other
+
     @property
     def packed(self) -> dict[str, dict[str, Any] | None]:
         """The fields of each packed weight's spec; None of one in NF4."""
@@ -107,6 +121,14 @@ class Shards:
             compressed_tensors.write_description(checkpoint, self.folder, self.dtype, specs)
         else:
             bitsandbytes.write_description(checkpoint, self.folder, self.dtype, list(self.packed))
+
+
+def part_of(name: str, count: int) -> int:
+    """The part that a tensor belongs to: 0 is the embedding, 1 + k layer k, and the last all that comes after them."""
+    match = LAYER.fullmatch(name)
+    if match is not None:
+        return 1 + int(match[1])
+    return 0 if name == EMBEDDING else count - 1
 
 
 def _facts_of(file: str) -> str:

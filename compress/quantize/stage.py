@@ -17,6 +17,7 @@ from compress.models.folder import Model, architecture, open_stream
 from compress.quantize.account import Quantization, coverage, write_quantization
 from compress.quantize.budget import Chosen, choose
 from compress.quantize.calibrate import quantize_parts
+from compress.quantize.heal import heal
 from compress.quantize.preflight import check_settings
 from compress.quantize.quantizers import QUANTIZERS
 from compress.quantize.rotate import rotated
@@ -24,6 +25,7 @@ from compress.quantize.settings import Quantize
 from compress.quantize.shards import Shards
 from compress.record import VERSION, open_partial, stamp_of
 from compress.settings import Common
+from compress.train.course import tellers
 from export.atomic import atomic_folder, check_output
 from export.manifest import write_manifest
 from export.quantized import QuantSpec
@@ -64,6 +66,7 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
             del part  # its arrays go when they are written
         if writing is not None:
             writing.result()
+    shards, healed = heal_shards(shards, parent, options["batches"], settings, common)
     record = Quantization(coverage(shards.rows), is_folded(settings), shards.rows)
     with atomic_folder(common.out, common.force) as out:
         shards.finish(out)
@@ -88,10 +91,37 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
         },
         "coverage": record.coverage,
         "not_as_asked": {row.name: row.fallback for row in record.tensors if row.fallback},
+        **({"healed": healed} if healed else {}),
         "bytes": sum(facts["bytes"] for facts in shards.facts.values()),
         **({"rows": {str(text.paths[0]): text.quarantine.counts() for text in rows}} if rows else {}),
         **skipped,
     }
+
+
+def heal_shards(
+    shards: Shards, parent: Model, batches: list[Batch], settings: Quantize, common: Common
+) -> tuple[Shards, dict[str, Any] | None]:
+    """The quantized parts with what `heal` trains of them, and what it gained; as they are where nothing is to heal."""
+    integers = any(spec is not None for spec in shards.packed.values())
+    if not (batches and settings.heal_passes and integers):
+        return shards, None
+    if len(batches) < 2:
+        common.progress.warn("the calibration text is too short to heal by: it takes two batches at least")
+        return shards, None
+    steps = settings.heal_passes * len(batches)
+    weights, trace = heal(
+        parent.config,
+        shards.read(),
+        parent.weights,
+        batches,
+        steps=steps,
+        learning_rate=settings.heal_learning_rate,
+        seed=common.seed,
+        on_step=tellers(common.progress, "heal", steps)["on_step"],
+    )
+    before, after = (row["loss"] for row in (trace.validations[0], trace.validations[-1]))
+    told = {"steps": steps, "kl_before": before, "kl_after": after, "kept": after < before}
+    return (shards.replaced(weights) if told["kept"] else shards), told
 
 
 def open_parent(settings: Quantize, common: Common) -> Model:
@@ -106,7 +136,8 @@ def open_parent(settings: Quantize, common: Common) -> Model:
         raise RecipeError(f"{settings.model} is quantized already; give the model that it was made from")
     if source.packed:
         common.progress.warn(f"{settings.model} is quantized already; its rounded weights are rounded once more")
-    parent = dataclasses.replace(source.model, weights=source.weights)
+    weights: Any = source.weights
+    parent = dataclasses.replace(source.model, weights=weights)
     return parent if settings.rotate == "none" else rotated(parent, settings.rotate, common.seed)
 
 
