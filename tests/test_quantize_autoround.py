@@ -22,11 +22,11 @@ def task_of(family: str, spec: QuantSpec) -> tuple[Layer, dict[str, QuantizedTen
     config, weights = config_of(EXEMPLARS[family]), weights_of(EXEMPLARS[family])
     batches = batches_of(config, 2, padded=5)
     stem = Stacked({EMBEDDING: jnp.asarray(weights[EMBEDDING])}, [])
-    inputs = [embed(config, stem, jnp.asarray(batch.tokens), jnp.float32) for batch in batches]
+    inputs = [np.asarray(embed(config, stem, jnp.asarray(batch.tokens), jnp.float32)) for batch in batches]
     layer = {name: jnp.asarray(value) for name, value in split_layers(config, weights)[1][0].items()}
     frequencies, windows = layer_data(config)
     data = (jnp.asarray(frequencies[0]), jnp.asarray(windows[0]))
-    targets = [output(config, layer, x, data, batch) for x, batch in zip(inputs, batches, strict=True)]
+    targets = [np.asarray(output(config, layer, x, data, batch)) for x, batch in zip(inputs, batches, strict=True)]
     prefix = "model.layers.0."
     specs = {name.removeprefix(prefix): spec for name in linears(config) if name.startswith(prefix)}
     task = Layer(config, prefix, layer, specs, {}, inputs, targets, targets, data, batches)

@@ -68,11 +68,9 @@ class Shards:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         other = Shards(folder, self.model, len(self.files), self.dtype)
-        for number, file in enumerate(self.files):
+        for number, facts in sorted(self.facts.items()):
             own = {name: value for name, value in weights.items() if part_of(name, len(self.files)) == number}
-            other.put(
-                number, own, self.facts[number]["error"], [QuantizedRow(**row) for row in self.facts[number]["rows"]]
-            )
+            other.put(number, own, facts["error"], [QuantizedRow(**row) for row in facts["rows"]])
         return other
 
     @property
