@@ -180,7 +180,7 @@ def pack(codes: UInt8[Array | np.ndarray, "*L I"], bits: int) -> UInt8[Array | n
     if bits != 4 or isinstance(codes, np.ndarray):
         return _recut(codes, bits, 8)
     # XLA on a CPU takes the strided halves one by one.
-    pairs = jax.lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2), jnp.uint16)
+    pairs = jax.lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2), jnp.uint16)
     return (pairs | (pairs >> 4)).astype(jnp.uint8)
 
 

@@ -444,9 +444,11 @@ def test_a_report_with_a_number_that_is_none(number, tmp_path, fails):
     fails("gate report.json", 4, "report.json")
 
 
-@pytest.mark.parametrize(("kind", "flag"), [("Q4_0", "--symmetric"), ("Q4_1", "--asymmetric"), ("Q5_0", "--symmetric")])
-def test_a_gguf_type_that_the_weights_are_not_in(kind, flag, fails):
-    fails(f"export --model good --format gguf --gguf-type {kind} --out out", 2, kind, f"--bits 4 {flag} first")
+@pytest.mark.parametrize(
+    ("kind", "flags"), [("Q4_0", "4 --symmetric"), ("Q4_1", "4 --asymmetric"), ("Q5_0", "5 --symmetric")]
+)
+def test_a_gguf_type_that_the_weights_are_not_in(kind, flags, fails):
+    fails(f"export --model good --format gguf --gguf-type {kind} --out out", 2, kind, f"--bits {flags} first")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows(tmp_path, fails):

@@ -53,6 +53,7 @@ def evidence():
         scores=scores,
         preference={"candidate": pair_scores()},
         retention=kept(),
+        coverage=0.5,
         tensors=[tensor_error("w", weight, weight + np.float32(0.01))],
         size=Size([SizePart("mlp", 1000, 520), SizePart("embedding", 100, 200)]),
     )

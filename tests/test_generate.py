@@ -77,7 +77,8 @@ def test_keys_and_values_in_8_bits_give_nearly_the_logits_of_floats_in_a_quarter
         return np.concatenate(logits, axis=1), cache.layers
 
     (exact, floats), (near, codes) = decoded(jnp.float32), decoded(jnp.int8)
-    assert 0 < np.abs(near - exact).max() < 0.02 * exact.std()
+    assert 0 < np.abs(near - exact).max() < 0.1 * exact.std()
+    assert np.sqrt(np.square(near - exact).mean()) < 0.02 * exact.std()
     keys = np.asarray(floats.keys)
     step = np.abs(keys).max(-1, keepdims=True) / 127
     assert np.all(np.abs(np.asarray(codes.keys.codes * codes.keys.scales)[0] - keys[0]) <= step[0] * (0.5 + 1e-4))

@@ -15,7 +15,7 @@ from compress.evaluate import coverage_of
 from compress.models import read_config
 from compress.models.decoder import linears, split_layers
 from compress.models.folder import load
-from compress.quantize.account import account, output_error, read_quantization
+from compress.quantize.account import Rounded, account, output_error, read_quantization
 from compress.quantize.calibrate import quantize_layer
 from compress.quantize.layer import Layer
 from compress.quantize.preflight import chosen, spec_of_layers
@@ -60,7 +60,7 @@ def layer(change=lambda name, gram: gram) -> Layer:
         x = rng.normal(size=(200, size)).astype(np.float32)
         grams[name] = jnp.asarray(change(name, x.T @ x / 200))
     specs = {name: SPEC for name, value in tensors.items() if value.ndim == 2}
-    return Layer(config, "model.layers.0.", tensors, specs, grams, [], [], None, [])
+    return Layer(config, "model.layers.0.", tensors, specs, grams, [], [], [], None, [])
 
 
 def test_a_folder_tells_of_every_linear_and_of_what_was_not_as_asked(world, tmp_path, capsys):
@@ -125,9 +125,8 @@ def test_a_nan_in_a_hessian_is_refused_and_its_linears_are_named(method):
 
 def test_a_linear_that_a_method_leaves_unquantized_is_an_error():
     task = layer()
-    lazy = QUANTIZERS["rtn"]._replace(layer=lambda task: {})
     with pytest.raises(ArtifactError, match=r"\.weight: rtn has left it unquantized"):
-        account(quantize_layer(task, lazy), "rtn", SPEC, 0.0)
+        account(Rounded(task, {}, {}), "rtn", SPEC, 0.0)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "hqq"])

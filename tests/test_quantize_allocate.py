@@ -167,17 +167,17 @@ def settings_of(**keys) -> Quantize:
 
 
 def test_a_budget_is_kept_and_what_it_chose_is_written_down():
-    found = choose(model(), batches(), settings_of(budget="5.5 bits"), Progress())
+    found = choose(model(), model().weights, batches(), settings_of(budget="5.5 bits"), Progress())
     record = json.loads(json.dumps(found.record))
     assert record["chosen"]["bits"] <= 5.5
     assert {spec.bits for spec in found.specs.values()} <= {4, 5, 8}
     assert record["specs"] == {name: dataclasses.asdict(spec) for name, spec in found.specs.items()}
     assert record["frontier"][0]["kl"] > record["chosen"]["kl"] > record["frontier"][-1]["kl"]
     size = record["frontier"][3]["bytes"] / 1e6
-    under = choose(model(), batches(), settings_of(budget=f"{size:.6f} MB"), Progress())
+    under = choose(model(), model().weights, batches(), settings_of(budget=f"{size:.6f} MB"), Progress())
     assert under.record["chosen"] == record["frontier"][3]
     limit = record["frontier"][3]["kl"]
-    assert choose(model(), batches(), settings_of(max_kl=limit), Progress()).specs == under.specs
+    assert choose(model(), model().weights, batches(), settings_of(max_kl=limit), Progress()).specs == under.specs
     packed = quantize_model(CONFIG, drawn(), [], SPECS[0], "rtn", specs=under.specs).weights
     assert {name: value.spec for name, value in packed.items() if hasattr(value, "spec")} == under.specs
 
@@ -193,10 +193,13 @@ def test_a_budget_is_kept_and_what_it_chose_is_written_down():
 )
 def test_what_cannot_be_had_says_what_can(keys, said):
     if said is None:
-        assert {spec.bits for spec in choose(model(), batches(), settings_of(**keys), Progress()).specs.values()} == {8}
+        assert {
+            spec.bits
+            for spec in choose(model(), model().weights, batches(), settings_of(**keys), Progress()).specs.values()
+        } == {8}
         return
     with pytest.raises(RecipeError, match=said):
-        choose(model(), batches(), settings_of(**keys), Progress())
+        choose(model(), model().weights, batches(), settings_of(**keys), Progress())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,13 @@ class Chosen:
     record: dict[str, Any]
 
 
-def choose(model: Model, batches: Sequence[Batch], settings: Quantize, progress: Callable[..., None]) -> Chosen:
+def choose(
+    model: Model,
+    weights: Mapping[str, Any],
+    batches: Sequence[Batch],
+    settings: Quantize,
+    progress: Callable[..., None],
+) -> Chosen:
     """Measure what each unit costs alone on the calibration text, and choose its spec.
 
     Raises:
@@ -38,14 +44,14 @@ def choose(model: Model, batches: Sequence[Batch], settings: Quantize, progress:
     """
     blocks = settings.budget_format == "gguf"
     # As engines load compressed-tensors, its embedding is floats.
-    outside = [name for name in ((EMBEDDING, HEAD) if blocks else (HEAD,)) if name in model.weights]
+    outside = [name for name in ((EMBEDDING, HEAD) if blocks else (HEAD,)) if name in weights]
     rows = first_rows(batches, settings.sensitivity_tokens)
     units = sensitivities(
-        model.config, model.weights, rows, candidates(settings), outside=outside, blocks=blocks, progress=progress
+        model.config, weights, rows, candidates(settings), outside=outside, blocks=blocks, progress=progress
     )
     names = [name for unit in units for name in unit.split(JOIN)]
-    count = sum(math.prod(model.weights[name].shape) for name in names)
-    beside = bytes_beside(model, set(names), blocks=blocks)
+    count = sum(math.prod(weights[name].shape) for name in names)
+    beside = bytes_beside(model, weights, set(names), blocks=blocks)
     if settings.max_kl is not None:
         choice = under_kl(units, settings.max_kl)
         if choice is None:
@@ -99,15 +105,15 @@ def specs_of(choice: Choice) -> dict[str, QuantSpec]:
     return {name: option.spec for unit, option in choice.items() for name in unit.split(JOIN)}
 
 
-def bytes_beside(model: Model, quantized: set[str], *, blocks: bool) -> int:
+def bytes_beside(model: Model, weights: Mapping[str, Any], quantized: set[str], *, blocks: bool) -> int:
     """Bytes of an artifact beside its quantized tensors: floats, the tokenizer's files and headers."""
     vector = 4 if blocks else 2
     floats = sum(
         math.prod(value.shape) * (vector if value.ndim == 1 else 2)
-        for name, value in model.weights.items()
+        for name, value in weights.items()
         if name not in quantized
     )
-    return floats + sum(map(len, model.files.values())) + HEADER * len(model.weights)
+    return floats + sum(map(len, model.files.values())) + HEADER * len(weights)
 
 
 def first_rows(batches: Sequence[Batch], tokens: int) -> list[Batch]:

@@ -7,12 +7,12 @@ import dataclasses
 import math
 import os
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any, NamedTuple
 
 import jax
@@ -191,7 +191,7 @@ def quantize_parts(
             value = weights[name]
             if name in specs:
                 made[name] = packed = rtn(value, specs[name])
-                rows.append(row_of(name, "rtn", value, packed))
+                rows.append(row_of(name, "rtn", jnp.asarray(value), packed))
             else:
                 made[name] = as_stored(value, stored)
         return Part(number, jax.tree.map(np.asarray, made), None, rows)
@@ -220,10 +220,10 @@ def quantize_parts(
             run_layer(config, layer, truths, None, data, batches)
         own_specs = {name.removeprefix(prefix): found for name, found in specs.items() if name.startswith(prefix)}
         task = Layer(config, prefix, layer, own_specs, grams, states, targets, truths, data, batches)
-        began = time.monotonic()
+        began = monotonic()
         rounded = quantize_layer(task, quantizer, **(settings or {}))
         made: Weights = {**jax.block_until_ready(rounded.tensors)}
-        rows = account(rounded, method, asked, round(time.monotonic() - began, 3))
+        rows = account(rounded, method, asked, round(monotonic() - began, 3))
         made |= {own: layer[own] for own in layer if own not in made}
         # Later layers see what is stored.
         made = {own: v if isinstance(v, PackedTensor) else as_stored(v, stored) for own, v in made.items()}
@@ -326,7 +326,7 @@ def run_layer(
 ) -> SquaredError:
     """Put what a layer puts out in the place of its inputs; the error against `targets`, summed."""
     total = SquaredError("layer", 0.0, 0.0, 0, 0.0)
-    layer = {name: dense(value, jnp.float32) for name, value in layer.items()}
+    layer = {name: dense(jax.tree.map(jnp.asarray, value), jnp.float32) for name, value in layer.items()}
     for index, batch in enumerate(batches if states else []):
         found = output(config, layer, states[index], data, batch)
         states[index] = found

@@ -40,8 +40,8 @@ class Layer:
     weights: Mapping[str, Float[Array | np.ndarray, "..."]]
     specs: dict[str, QuantSpec]
     grams: dict[str, Float[Array, "I I"]]
-    inputs: Sequence[Float[np.ndarray, "B T D"]]
-    targets: Sequence[Float[np.ndarray, "B T D"]]
-    truths: Sequence[Float[np.ndarray, "B T D"]]
+    inputs: Sequence[Float[Array | np.ndarray, "B T D"]]
+    targets: Sequence[Float[Array | np.ndarray, "B T D"]]
+    truths: Sequence[Float[Array | np.ndarray, "B T D"]]
     data: Any
     batches: Sequence[Batch]

@@ -4,8 +4,9 @@ Letters: B rows, T tokens, D model, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from compress.quantize.calibrate import capture_all, output
 from compress.quantize.layer import JOIN
 from compress.quantize.rtn import rtn
 from export.gguf_blocks import BLOCK
-from export.quantized import QuantSpec, Weights
+from export.quantized import QuantSpec
 
 
 def bytes_of(shape: tuple[int, ...], spec: QuantSpec, *, blocks: bool) -> int:
@@ -34,7 +35,7 @@ def bytes_of(shape: tuple[int, ...], spec: QuantSpec, *, blocks: bool) -> int:
 
 def sensitivities(
     config: DecoderConfig,
-    weights: Weights,
+    weights: Mapping[str, Any],
     batches: Sequence[Batch],
     specs: Sequence[QuantSpec],
     *,

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ LAYERS, CHOICE = "layers.json", "sensitivities.json"
 def run(settings: Quantize, common: Common) -> dict[str, Any]:
     """Merge adapters into the (dequantized) base that they were trained on, quantize, and write, part by part.
 
-    A run that was interrupted goes on with the first part that is missing, and ends with the same bytes.
+    A run that was interrupted goes on with the first part that is missing, and ends with the same weights bit for bit.
 
     Raises:
       RecipeError: groups that do not divide a layer, a method without its calibration data, a quantized model where
@@ -47,14 +48,12 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
     check_settings(settings, architecture(settings.model))
     check_output(common.out, common.force)
     rows = calibration_rows(settings, common)
-    parent = open_parent(settings, common)
+    parent, floats = open_parent(settings, common)
     layers = parent.config.num_hidden_layers
-    options, choice = options_of(parent, rows, settings, common)
+    options, choice = options_of(parent, floats, rows, settings, common)
     folder = open_partial(common, "quantize", identity(settings, common, rows))
     shards = Shards(folder, parent, layers + 2, options["spec"].scale_dtype)
-    parts = quantize_parts(
-        parent.config, parent.weights, **options, done=set(shards.facts), kept=shards.read(), scratch=folder
-    )
+    parts = quantize_parts(parent.config, floats, **options, done=set(shards.facts), kept=shards.read(), scratch=folder)
     with ThreadPoolExecutor(1) as writer:  # while the next part is made
         writing: Future | None = None
         for part in parts:
@@ -66,7 +65,7 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
             del part  # its arrays go when they are written
         if writing is not None:
             writing.result()
-    shards, healed = heal_shards(shards, parent, options["batches"], settings, common)
+    shards, healed = heal_shards(shards, floats, options["batches"], settings, common)
     record = Quantization(coverage(shards.rows), is_folded(settings), shards.rows)
     with atomic_folder(common.out, common.force) as out:
         shards.finish(out)
@@ -99,7 +98,7 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
 
 
 def heal_shards(
-    shards: Shards, parent: Model, batches: list[Batch], settings: Quantize, common: Common
+    shards: Shards, floats: Mapping[str, Any], batches: list[Batch], settings: Quantize, common: Common
 ) -> tuple[Shards, dict[str, Any] | None]:
     """The quantized parts with what `heal` trains of them, and what it gained; as they are where nothing is to heal."""
     integers = any(spec is not None for spec in shards.packed.values())
@@ -110,9 +109,9 @@ def heal_shards(
         return shards, None
     steps = settings.heal_passes * len(batches)
     weights, trace = heal(
-        parent.config,
+        shards.model.config,
         shards.read(),
-        parent.weights,
+        floats,
         batches,
         steps=steps,
         learning_rate=settings.heal_learning_rate,
@@ -124,8 +123,8 @@ def heal_shards(
     return (shards.replaced(weights) if told["kept"] else shards), told
 
 
-def open_parent(settings: Quantize, common: Common) -> Model:
-    """The float model to quantize, its weights read on access; all at once if they are to be rotated.
+def open_parent(settings: Quantize, common: Common) -> tuple[Model, Mapping[str, Any]]:
+    """The model to quantize, and its weights in floats, read on access; all at once if they are to be rotated.
 
     Raises:
       RecipeError: it is quantized already, and the settings refuse that.
@@ -136,9 +135,10 @@ def open_parent(settings: Quantize, common: Common) -> Model:
         raise RecipeError(f"{settings.model} is quantized already; give the model that it was made from")
     if source.packed:
         common.progress.warn(f"{settings.model} is quantized already; its rounded weights are rounded once more")
-    weights: Any = source.weights
-    parent = dataclasses.replace(source.model, weights=weights)
-    return parent if settings.rotate == "none" else rotated(parent, settings.rotate, common.seed)
+    if settings.rotate == "none":
+        return source.model, source.weights
+    parent = rotated(dataclasses.replace(source.model, weights=dict(source.weights)), settings.rotate, common.seed)
+    return parent, parent.weights
 
 
 def identity(settings: Quantize, common: Common, rows: list[Rows]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def is_folded(settings: Quantize) -> bool:
 
 
 def options_of(
-    parent: Model, rows: list[Rows], settings: Quantize, common: Common
+    parent: Model, floats: Mapping[str, Any], rows: list[Rows], settings: Quantize, common: Common
 ) -> tuple[dict[str, Any], Chosen | None]:
     """The arguments of `quantize_parts` beside the model's, and under a budget what each layer's bits are chosen by."""
     share = settings.calibration_tokens // max(1, len(rows))
@@ -165,7 +165,7 @@ def options_of(
         raise DataError(f"{', '.join(str(text.paths[0]) for text in rows)}: no tokens to calibrate on")
     if rows and seen < settings.calibration_tokens // 2:
         common.progress.warn(f"the calibration text has {seen} tokens; {settings.calibration_tokens} were asked for")
-    choice = choose(parent, batches, settings, common.progress) if settings.is_mixed else None
+    choice = choose(parent, floats, batches, settings, common.progress) if settings.is_mixed else None
     options = {
         "batches": batches,
         "spec": QuantSpec(bits=settings.bits, group_size=settings.group_size, symmetric=settings.symmetric),
