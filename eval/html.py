@@ -140,13 +140,13 @@ def _quantized(rows: Sequence[QuantizedRow]) -> list[Markup]:
     if not rows:
         return []
     fallbacks = [(row.name, row.fallback) for row in rows if row.fallback]
-    head = ("weight", "method", "bits", "group", "bytes", "output SQNR", "weight SQNR", "layer took", "not as asked")
+    head = ("weight", "method", "bits", "group", "bytes", "output SQNR", "weight SQNR", "not as asked")
     table = _table(
         head,
         [
             (
                 *(r.name, r.method, r.bits, r.group_size, f"{r.bytes:,}"),
-                *(number(r.output_sqnr_db, "dB"), number(r.sqnr_db, "dB"), number(r.seconds, "s")),
+                *(number(r.output_sqnr_db, "dB"), number(r.sqnr_db, "dB")),
                 r.fallback or "",
             )
             for r in worst_first(rows)

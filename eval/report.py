@@ -76,7 +76,6 @@ class QuantizedRow:
       error, reference: sums of the weight's squared error and of its squares.
       sqnr_db: of the weight; None without error.
       output_sqnr_db: of the linear's output on the calibration text; None without text or error.
-      seconds: that quantizing its whole layer took.
       fallback: what was not done as asked, and why.
     """
 
@@ -91,7 +90,6 @@ class QuantizedRow:
     max_abs: float | None = None
     sqnr_db: float | None = None
     output_sqnr_db: float | None = None
-    seconds: float | None = None
     fallback: str | None = None
 
     @classmethod
@@ -103,13 +101,12 @@ class QuantizedRow:
         bits: int,
         group_size: int,
         output: SquaredError | None = None,
-        seconds: float | None = None,
         fallback: str | None = None,
     ) -> "QuantizedRow":
         """The row of a weight from its error and that of its outputs."""
         sums = (finite(e.error), finite(e.reference), finite(e.max_abs), finite(e.sqnr_db))
         heard = None if output is None else finite(output.sqnr_db)
-        return cls(e.name, method, e.count, size, bits, group_size, *sums, heard, seconds, fallback)
+        return cls(e.name, method, e.count, size, bits, group_size, *sums, heard, fallback)
 
     @property
     def squared_error(self) -> SquaredError:

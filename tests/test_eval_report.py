@@ -51,7 +51,7 @@ def full(text="quickstart"):
         tensors=[ErrorRow(f"{text}.{i}", 0.01 * i, 1e-5, 20.0, 0.1, 4096) for i in range(3)],
         layers=[ErrorRow(f"layer {i}", None if i == 1 else 0.01 * i, 1e-5, None, 0.1, 4096) for i in range(3)],
         quantization=[
-            QuantizedRow(f"{text}.{i}", "gptq", 4096, 2304, 4, 64, 0.1, 9.0, 0.1, 19.5, float(i) or None, 0.2, text)
+            QuantizedRow(f"{text}.{i}", "gptq", 4096, 2304, 4, 64, 0.1, 9.0, 0.1, 19.5, float(i) or None, text)
             for i in range(3)
         ]
         + [QuantizedRow(text, "none", 64, 128, fallback=text)],

@@ -87,7 +87,6 @@ def test_a_folder_tells_of_every_linear_and_of_what_was_not_as_asked(world, tmp_
             assert (row.method, row.bits, row.bytes) == ("gptq", 4, packed.nbytes)
             assert row.group_size == (32 if "down_proj" in name else 64)
             assert row.output_sqnr_db > 0
-            assert row.seconds >= 0
 
 
 @settings(max_examples=15, deadline=None)
@@ -108,7 +107,7 @@ def test_more_damping_than_asked_is_told():
         return gram - 0.9 * np.diag(gram).mean() * np.eye(len(gram), dtype=np.float32) * (name == "self_attn.o_proj")
 
     rounded = quantize_layer(layer(broken), QUANTIZERS["gptq"], damp=0.01)
-    told = {row.name: row.fallback for row in account(rounded, "gptq", SPEC, 0.0)}
+    told = {row.name: row.fallback for row in account(rounded, "gptq", SPEC)}
     noted = {name for name, why in told.items() if why}
     assert noted == {"model.layers.0.self_attn.o_proj.weight"}
     assert "damping of 10: with 0.01 the Hessian has no Cholesky factor" in told[noted.pop()]
@@ -126,7 +125,7 @@ def test_a_nan_in_a_hessian_is_refused_and_its_linears_are_named(method):
 def test_a_linear_that_a_method_leaves_unquantized_is_an_error():
     task = layer()
     with pytest.raises(ArtifactError, match=r"\.weight: rtn has left it unquantized"):
-        account(Rounded(task, {}, {}), "rtn", SPEC, 0.0)
+        account(Rounded(task, {}, {}), "rtn", SPEC)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "hqq"])

@@ -37,12 +37,11 @@ class Rounded(NamedTuple):
     notes: dict[str, str]
 
 
-def account(rounded: Rounded, method: str, asked: QuantSpec | None, seconds: float) -> list[QuantizedRow]:
+def account(rounded: Rounded, method: str, asked: QuantSpec | None) -> list[QuantizedRow]:
     """A row for every linear of a layer, quantized or not.
 
     Args:
       asked: the spec that holds for all layers; None where each has its own.
-      seconds: that the layer took.
 
     Raises:
       ArtifactError: a linear that was to be quantized was not.
@@ -57,7 +56,7 @@ def account(rounded: Rounded, method: str, asked: QuantSpec | None, seconds: flo
             gram = of_input.get(name.removesuffix(".weight"))
             output = None if gram is None else output_error(w, dense(packed, jnp.float32), gram)
             note = "; ".join(filter(None, (misfit(packed, asked), rounded.notes.get(name))))
-            rows.append(row_of(task.prefix + name, method, w, packed, output, seconds, note or None))
+            rows.append(row_of(task.prefix + name, method, w, packed, output, note or None))
         elif name in task.specs:
             raise ArtifactError(f"{task.prefix}{name}: {method} has left it unquantized")
         else:
@@ -72,13 +71,12 @@ def row_of(
     w: Float[Array, "O I"],
     packed: PackedTensor,
     output: SquaredError | None = None,
-    seconds: float | None = None,
     fallback: str | None = None,
 ) -> QuantizedRow:
     """The row of a quantized tensor."""
     bits, size = (packed.spec.bits, packed.spec.group_size) if isinstance(packed, QuantizedTensor) else (4, NF4_BLOCK)
     error = tensor_error(name, w, dense(packed, jnp.float32))
-    return QuantizedRow.of(error, method, packed.nbytes, bits, size, output, seconds, fallback)
+    return QuantizedRow.of(error, method, packed.nbytes, bits, size, output, fallback)
 
 
 def misfit(packed: PackedTensor, asked: QuantSpec | None) -> str | None:

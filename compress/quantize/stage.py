@@ -37,7 +37,7 @@ LAYERS, CHOICE = "layers.json", "sensitivities.json"
 def run(settings: Quantize, common: Common) -> dict[str, Any]:
     """Merge adapters into the (dequantized) base that they were trained on, quantize, and write, part by part.
 
-    A run that was interrupted goes on with the first part that is missing, and ends with the same weights bit for bit.
+    A run that was interrupted goes on with the first part that is missing, and ends with the same bytes.
 
     Raises:
       RecipeError: groups that do not divide a layer, a method without its calibration data, a quantized model where
@@ -59,9 +59,9 @@ def run(settings: Quantize, common: Common) -> dict[str, Any]:
         for part in parts:
             if writing is not None:
                 writing.result()
-            writing = writer.submit(shards.put, *part)
+            writing = writer.submit(shards.put, part.number, part.weights, part.error, part.rows)
             if 0 < part.number <= layers:
-                common.progress("quantize", part.number, layers)
+                common.progress("quantize", part.number, layers, took=round(part.seconds, 3))
             del part  # its arrays go when they are written
         if writing is not None:
             writing.result()
