@@ -306,14 +306,15 @@ class Plan:
         of a batch into the layer, out of it, and out of the packed layer.
 
         Operations: of a calibration token two forward passes and the x x^T of each layer's inputs, 2 I^2; of a linear
-        O I^2 to make up for errors, and I^3 / 3 for the Hessian's factor.
+        O I^2 to make up for errors, and I^3 / 3 for the Hessian's factor. Healing holds the float model, and the hidden
+        states of all calibration tokens; a token of a pass takes a forward, a repeated and a backward pass.
         """
         config, length = rotated_architecture(self.config(settings), settings.rotate), settings.sequence_length
         specs = specs_of(settings, config)
         spec = next(iter(specs.values()))
         layer = {name: shape_of(shape, jnp.float32) for name, shape in block_shapes(config).items()}
         widest = max((leaf for leaf in layer.values() if leaf.ndim == 2), key=lambda leaf: leaf.size)
-        is_nf4, flops = settings.method == "nf4", 0.0
+        is_nf4, flops, taught = settings.method == "nf4", 0.0, 0
         device = held(round_to_nf4, widest) if is_nf4 else held(round_to_nearest, widest, spec, CLIP_STEPS)
         if settings.calibration:
             tokens, layers = settings.calibration_tokens, config.num_hidden_layers
@@ -332,9 +333,12 @@ class Plan:
             device += 3 * x.size * x.dtype.itemsize + size(grams)
             squares = sum(gram.size for gram in grams.values())
             flops += tokens * 2 * (forward_flops(config, length) + squares * layers)
+            if settings.heal_passes and not is_nf4:
+                device, taught = max(device, size(_floats(config, jnp.float32))), 4 * tokens * config.hidden_size
+                flops += tokens * forward_flops(config, length) * (1 + 4 * settings.heal_passes)
         return Need(
             device=device,
-            host=3 * max(size(layer), size(_floats(config, jnp.float32)[EMBEDDING])),
+            host=3 * max(size(layer), size(_floats(config, jnp.float32)[EMBEDDING])) + taught,
             disk=size(_packed(config, specs, jnp.bfloat16, settings.method)),
             flops=flops,
         )
