@@ -40,7 +40,7 @@ def quantize(arguments: argparse.Namespace, scheme: str, out: Path) -> Cost:
     command = [sys.executable, "-m", "compress", "quantize", "--model", str(arguments.model), "--out", str(out)]
     command += ["--bits", "4", "--group-size", str(arguments.group_size), "--method", arguments.method]
     command += ["--calibration", str(arguments.calibration), "--calibration-tokens", str(arguments.calibration_tokens)]
-    command += ["--sequence-length", str(WINDOW), f"--{scheme}"]
+    command += ["--sequence-length", str(WINDOW), f"--{scheme}", "--heal-passes", str(arguments.heal_passes)]
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
@@ -55,7 +55,8 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="model folder or GGUF file, not on a 4-bit grid")
     parser.add_argument("--calibration", type=Path, required=True)
     parser.add_argument("--held-out", type=Path, required=True)
-    parser.add_argument("--method", choices=("gptq", "rtn"), default="gptq")
+    parser.add_argument("--method", choices=("gptq", "autoround", "awq", "rtn"), default="gptq")
+    parser.add_argument("--heal-passes", type=int, default=3, help="%(default)s")
     parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--calibration-tokens", type=int, default=32 * WINDOW)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of the held-out text (%(default)s)")

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--llmcompressor", type=Path, help="a Python that has it; without, ours alone is run")
     parser.add_argument("--calibration-tokens", type=int, default=32 * WINDOW)
     arguments = parser.parse_args()
-    arguments.method, arguments.group_size = "gptq", 32
+    arguments.method, arguments.group_size, arguments.heal_passes = "gptq", 32, 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         ours = quantize(arguments, "symmetric", folder / "ours")
