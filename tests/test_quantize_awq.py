@@ -49,7 +49,7 @@ def test_folding_changes_no_output_and_only_what_it_may(family):
     task = layer_of(EXEMPLARS[family])
     folded = fold(task)
     found = output(task.config, folded.weights, task.inputs[0], task.data, task.batches[0])
-    np.testing.assert_allclose(found, task.targets[0], rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(found, task.targets[0], rtol=2e-3, atol=5e-4)
     changed = {n for n, value in folded.weights.items() if np.any(np.asarray(value != task.weights[n]))}
     assert changed > {f"{name}.weight" for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")}
     assert not {name for name in changed if "q_norm" in name or "k_norm" in name or "post_feedforward" in name}
@@ -78,7 +78,7 @@ def test_linears_that_are_left_out_are_folded_along_but_do_not_choose():
     bare = dataclasses.replace(task, specs={"self_attn.q_proj.weight": SPEC})
     folded = fold(bare)
     found = output(task.config, folded.weights, task.inputs[0], task.data, task.batches[0])
-    np.testing.assert_allclose(found, task.targets[0], rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(found, task.targets[0], rtol=2e-3, atol=5e-4)
     assert folded.weights["mlp.down_proj.weight"] is task.weights["mlp.down_proj.weight"]
     assert folded.weights["self_attn.k_proj.weight"] is not task.weights["self_attn.k_proj.weight"]
 
