@@ -42,7 +42,7 @@ class Quantizer(NamedTuple):
         return self.settings + self.refine_settings
 
 
-def _rtn(w, spec, *, hessian=None, **settings):
+def _rtn(w, spec, *, hessian=None, notes=None, **settings):
     return rtn(w, spec, **settings)
 
 
@@ -61,10 +61,6 @@ def _awq(w, spec, *, hessian, notes=None):
     return awq(w, hessian, spec)
 
 
-def _searched(w, spec, *, hessian, notes=None):
-    return rtn(w, spec)
-
-
 def _nf4(w, spec, *, hessian=None):
     return nf4(w)
 
@@ -73,7 +69,7 @@ QUANTIZERS: dict[str, Quantizer] = {
     "rtn": Quantizer(_rtn, calibrated=False),
     "gptq": Quantizer(_gptq, calibrated=True, settings=("damp",)),
     "awq": Quantizer(_awq, calibrated=True, prepare=fold),
-    "autoround": Quantizer(_searched, calibrated=True, refine=autoround, refine_settings=("autoround_steps",)),
+    "autoround": Quantizer(_rtn, calibrated=True, refine=autoround, refine_settings=("autoround_steps",)),
     "hqq": Quantizer(_hqq, calibrated=False),
     "nf4": Quantizer(_nf4, calibrated=False),
 }

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from compress.data.batch import Batch
 from compress.models.config import DecoderConfig
 from compress.models.decoder import EMBEDDING, Stacked, embed, final_norm, layer_data, logits, split_layers
+from compress.quantize.account import output_error
 from compress.quantize.allocate import Option
 from compress.quantize.calibrate import capture_all, output
 from compress.quantize.layer import JOIN
@@ -89,9 +90,7 @@ def sensitivities(
         for joined, gram in grams.items():
             names = [f"{name}.weight" for name in joined.split(JOIN)]
             own = tensors(index, names)
-            errors = [
-                sum(float(output_error(w, rounded(w, spec), gram)) for w in own.values()) for spec in fitting(own)
-            ]
+            errors = [sum(output_error(w, rounded(w, spec), gram).error for w in own.values()) for spec in fitting(own)]
             units.append((index, names, errors))
 
     found: dict[str, list[Option]] = {}
@@ -127,12 +126,6 @@ def _floats(tensors: dict) -> dict[str, Array]:
 def rounded(w: Float[Array, "O I"], spec: QuantSpec) -> Float[Array, "O I"]:
     """What `rtn` makes of a weight."""
     return jnp.asarray(rtn(w, spec).dequantize())
-
-
-def output_error(w: Float[Array, "O I"], found: Float[Array, "O I"], gram: Float[Array, "I I"]) -> Float[Array, ""]:
-    """The mean over tokens of ||(w - found) x||^2, where `gram` is that of x x^T."""
-    change = w - found
-    return jnp.sum((change @ gram) * change)
 
 
 @partial(jax.jit, static_argnames="config")
